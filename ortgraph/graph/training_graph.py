@@ -1,0 +1,133 @@
+"""TrainingGraph: the one type that every stage takes."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+import tempfile
+from collections.abc import Mapping
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import safetensors
+import safetensors.numpy
+
+from ortgraph.errors import InputError, SignatureError
+from ortgraph.graph.signature import Signature
+
+METADATA_KEY = "ortgraph.signature"
+MAX_INLINE_BYTES = 2**31 - 2**20  # protobuf's limit, with room for the graph itself
+
+
+@functools.lru_cache(maxsize=64)
+def _decode(text: str) -> Signature:
+    return Signature.from_json(text)
+
+
+class TrainingGraph:
+    """An ``onnx_ir.Model`` with a Signature, and the values of its parameters, buffers and states.
+
+    Args:
+        model: The joint graph. Its metadata holds the signature unless ``signature`` is given.
+        signature: Stored into the model's metadata.
+        values: Values by graph input name (parameters, buffers, states); shared, never copied by passes.
+    """
+
+    def __init__(
+        self, model: ir.Model, signature: Signature | None = None, values: Mapping[str, np.ndarray] | None = None
+    ) -> None:
+        self.model = model
+        self.values: dict[str, np.ndarray] = dict(values or {})
+        if signature is not None:
+            self.signature = signature
+
+    @property
+    def graph(self) -> ir.Graph:
+        return self.model.graph
+
+    @property
+    def has_signature(self) -> bool:
+        return METADATA_KEY in self.model.metadata_props
+
+    @property
+    def signature(self) -> Signature:
+        """The roles of inputs and outputs. Raises SignatureError when the model carries none."""
+        text = self.model.metadata_props.get(METADATA_KEY)
+        if text is None:
+            raise SignatureError(
+                "this ONNX graph has no ortgraph signature (which output is the loss, which inputs are parameters)",
+                "capture it with ortgraph.capture / ortgraph.from_onnx(path, loss=...), or `ortgraph export`",
+            )
+        return _decode(text)
+
+    @signature.setter
+    def signature(self, signature: Signature) -> None:
+        self.model.metadata_props[METADATA_KEY] = signature.to_json()
+
+    @property
+    def stage(self) -> str:
+        return self.signature.stage
+
+    def node_count(self) -> int:
+        return sum(1 for _ in self.graph)
+
+    def clone(self) -> TrainingGraph:
+        """A deep copy of the graph; the values are shared."""
+        return TrainingGraph(self.model.clone(), values=self.values)
+
+    def text(self) -> str:
+        """Canonical text: stable, no addresses, with roles and provenance."""
+        from ortgraph.graph.text import to_text
+
+        return to_text(self)
+
+    def save(self, path: str | os.PathLike[str]) -> pathlib.Path:
+        """Write ``path`` (.onnx) and the values beside it (.safetensors, under original names), atomically.
+
+        Raises:
+            InputError: The path does not end in .onnx, or its folder does not exist.
+        """
+        path = pathlib.Path(path)
+        if path.suffix != ".onnx":
+            raise InputError(f"{path}: a training graph is saved as an .onnx file", f"{path.with_suffix('.onnx')}")
+        if not path.parent.is_dir():
+            raise InputError(f"{path.parent}: no such folder", "make the folder first")
+        proto = ir.serde.serialize_model(self.model)
+        weights = path.with_suffix(".safetensors")
+        values = {k: np.ascontiguousarray(v) for k, v in self.values.items()}
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".ortgraph-") as folder:
+            parts = [(pathlib.Path(folder, "graph.onnx"), path), (pathlib.Path(folder, "values.safetensors"), weights)]
+            onnx.save_model(proto, parts[0][0])
+            safetensors.numpy.save_file(values, parts[1][0])
+            for written, final in reversed(parts):
+                os.replace(written, final)
+        return path
+
+
+def load(path: str | os.PathLike[str]) -> TrainingGraph:
+    """Read a training graph saved by ``TrainingGraph.save``.
+
+    The values come from the ``.safetensors`` beside the file when there is one.
+
+    Raises:
+        InputError: The file is missing, is not ONNX, or its values do not fit.
+    """
+    path = pathlib.Path(path)
+    if not path.is_file():
+        raise InputError(f"{path}: no such file", "check the path; `ortgraph export file.py:build -o train.onnx` makes one")
+    try:
+        model = ir.load(path)
+        if not list(model.graph) and not list(model.graph.outputs):
+            raise ValueError("the graph is empty")
+    except Exception as error:  # noqa: BLE001 - protobuf raises many types, each means "not ONNX"
+        raise InputError(f"{path}: not a readable ONNX model ({error})", "give a file written by an ONNX exporter") from error
+    weights = path.with_suffix(".safetensors")
+    values: dict[str, np.ndarray] = {}
+    if weights.is_file():
+        try:
+            values = safetensors.numpy.load_file(weights)
+        except (safetensors.SafetensorError, OSError, ValueError) as error:
+            raise InputError(f"{weights}: not a readable safetensors file ({error})", "save the graph again") from error
+    return TrainingGraph(model, values=values)
