@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import onnx_ir as ir
@@ -55,8 +55,10 @@ class RewritePass(GraphPass):
         """Build the replacement of ``match.outputs``, in that order."""
         raise NotImplementedError
 
-    def run(self, graph: TrainingGraph) -> Changes:
+    def run(self, graph: TrainingGraph, accept: Callable[[int], bool] = lambda index: True) -> Changes:
+        """Try every node as a root. ``accept`` is asked with the index of each rewrite (bisection limits them)."""
         changes = Changes()
+        index = -1
         names = Names(graph.graph)
         for node in tuple(graph.graph):
             if node.graph is None or (self.roots and op_key(node) not in self.roots):
@@ -69,6 +71,9 @@ class RewritePass(GraphPass):
                 found = Refusal(node.name or "", reason) if reason else found
             if isinstance(found, Refusal):
                 changes.refusals.append(found)
+                continue
+            index += 1
+            if not accept(index):
                 continue
             build = Builder(graph.graph, self.name, before=found.nodes[-1], origins=found.nodes[::-1], names=names)
             apply(found, self.rewrite(build, found))

@@ -1,0 +1,122 @@
+"""optimize: from a captured graph to a planned one, and a report of what was done."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+from ortgraph.errors import InputError
+from ortgraph.graph import TrainingGraph
+from ortgraph.manager import registry
+from ortgraph.manager.instruments import Instrument
+from ortgraph.manager.pass_manager import PassManager, PipelineReport
+from ortgraph.manager.pipeline_text import parse_pipeline, pipeline_text
+from ortgraph.manager.rewrite import op_key
+
+TARGETS = ("onnxruntime-training", "onnxruntime")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizeReport(PipelineReport):
+    """A PipelineReport with the operators before and after."""
+
+    operators_before: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    operators_after: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            **super().to_dict(),
+            "operators_before": dict(self.operators_before),
+            "operators_after": dict(self.operators_after),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizeResult:
+    """The rewritten graph and the report."""
+
+    graph: TrainingGraph
+    report: OptimizeReport
+
+
+def count_operators(graph: TrainingGraph) -> dict[str, int]:
+    """Nodes per operator, most frequent first, ties by name."""
+    counts = Counter(op_key(n) for n in graph.graph)
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+
+
+def optimize(
+    graph: TrainingGraph,
+    pipeline: str | Sequence[ir.passes.PassBase] = "O2",
+    *,
+    optimizer: Any = None,
+    target: str = "onnxruntime-training",
+    precision: str = "fp32",
+    memory_budget: str | int | None = None,
+    shapes: Mapping[str, int] | None = None,
+    accumulation_steps: int = 1,
+    passes_after: Mapping[str, Sequence[ir.passes.PassBase] | str] | None = None,
+    verify: str = "signature",
+    instruments: Sequence[Instrument] = (),
+) -> OptimizeResult:
+    """Optimize a training graph. The given graph is not modified.
+
+    Args:
+        graph: Any stage from ``captured`` on.
+        pipeline: A preset (``O0`` to ``O3``), a text pipeline, or passes.
+        optimizer: ``ortgraph.optim.AdamW(...)`` to attach; None leaves the graph without an update. Presets only.
+        target: ``onnxruntime-training`` (1.19.2) or ``onnxruntime`` (stock, 1.22 and later).
+        precision: ``fp32``.
+        memory_budget: Not available yet; must be None.
+        shapes: Sizes of symbolic dimensions to bind, such as ``{"batch": 8, "sequence": 128}``.
+        accumulation_steps: Micro-batches per update.
+        passes_after: Extra passes per stage, as passes or as a text pipeline.
+        verify: Level checked after every pass; ``off`` switches it off.
+        instruments: Observers.
+
+    Returns:
+        ``.graph`` and ``.report``.
+
+    Raises:
+        InputError: An option has a value that this release does not take.
+        PassError, VerificationError: See PassManager.run.
+    """
+    if target not in TARGETS:
+        raise InputError(f"unknown target {target!r}", f"one of {', '.join(TARGETS)}")
+    if precision != "fp32":
+        raise InputError(f"precision {precision!r} is not available in this release", "precision='fp32'")
+    if memory_budget is not None:
+        raise InputError("memory_budget is not available in this release", "leave it out")
+    if isinstance(pipeline, str) and _is_preset(pipeline):
+        passes: Sequence[ir.passes.PassBase] = registry.preset(
+            pipeline, optimizer=optimizer, target=target, shapes=dict(shapes or {}), accumulation_steps=accumulation_steps
+        )
+    else:
+        if optimizer is not None:
+            raise InputError("an optimizer is attached by a preset", "put attach-optimizer{...} into your pipeline")
+        passes = parse_pipeline(pipeline) if isinstance(pipeline, str) else tuple(pipeline)
+    extra = {k: parse_pipeline(v) if isinstance(v, str) else tuple(v) for k, v in (passes_after or {}).items()}
+    result = graph.clone()
+    before = count_operators(result)
+    report = PassManager(passes, verify, instruments, extra).run(result)
+    result.signature = _noted(result, pipeline_text(passes))
+    full = OptimizeReport(
+        **{f.name: getattr(report, f.name) for f in dataclasses.fields(report)},
+        operators_before=before,
+        operators_after=count_operators(result),
+    )
+    return OptimizeResult(result, full)
+
+
+def _is_preset(text: str) -> bool:
+    return len(text) == 2 and text[0] == "O" and text[1].isdigit()
+
+
+def _noted(graph: TrainingGraph, pipeline: str):
+    signature = graph.signature
+    earlier = signature.metadata.get("pipeline", "")
+    return signature.replace(metadata={**signature.metadata, "pipeline": f"{earlier};{pipeline}" if earlier else pipeline})

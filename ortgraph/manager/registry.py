@@ -1,0 +1,121 @@
+"""Pass names to classes: a lazy table, entry points (group ``ortgraph.passes``) and plugin files."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.metadata
+import importlib.util
+import pathlib
+from collections.abc import Iterator
+
+import onnx_ir as ir
+
+from ortgraph.errors import InputError, PassError, PipelineSyntaxError
+from ortgraph.manager.base import GraphPass
+
+ENTRY_POINTS = "ortgraph.passes"
+PRESETS = "ortgraph.passes.pipelines"
+
+TABLE: dict[str, str] = {
+    "attach-optimizer": "ortgraph.passes.lowering.attach_optimizer:AttachOptimizer",
+    "lower": "ortgraph.passes.lowering.lower:Lower",
+    "plan-memory": "ortgraph.passes.memory.plan_memory:PlanMemory",
+    "eliminate-dead-code": "ortgraph.passes.canonical.eliminate_dead_code:EliminateDeadCode",
+}
+_plugins: dict[str, type[GraphPass]] = {}
+
+
+def names() -> Iterator[str]:
+    """Every known pass name, sorted."""
+    yield from sorted({*TABLE, *_plugins, *(e.name for e in _entry_points())})
+
+
+def get(name: str) -> type[GraphPass]:
+    """The class of a pass.
+
+    Raises:
+        PipelineSyntaxError: No pass has this name; the message names the nearest ones.
+    """
+    if name in _plugins:
+        return _plugins[name]
+    if name in TABLE:
+        return _load(name, TABLE[name])
+    for entry in _entry_points():
+        if entry.name == name:
+            return _checked(name, entry.load())
+    near = difflib.get_close_matches(name, list(names()), n=3)
+    hint = f"did you mean {' or '.join(near)}?" if near else "`ortgraph passes` lists all"
+    raise PipelineSyntaxError(f"unknown pass {name!r}", hint)
+
+
+def _load(name: str, target: str) -> type[GraphPass]:
+    module, _, attribute = target.partition(":")
+    return _checked(name, getattr(importlib.import_module(module), attribute))
+
+
+def _checked(name: str, cls: object) -> type[GraphPass]:
+    if not (isinstance(cls, type) and issubclass(cls, GraphPass)) or cls.name != name:
+        raise PassError(f"pass {name!r} is registered with {cls!r}, which is not a GraphPass of that name", "fix its name")
+    return cls
+
+
+def _entry_points() -> tuple[importlib.metadata.EntryPoint, ...]:
+    return tuple(importlib.metadata.entry_points(group=ENTRY_POINTS))
+
+
+def register(cls: type[GraphPass]) -> type[GraphPass]:
+    """Make a pass known by its name. Usable as a decorator.
+
+    Raises:
+        PassError: The name is empty or belongs to another pass.
+    """
+    if not cls.name:
+        raise PassError(f"{cls.__name__} has no name", "set `name: ClassVar[str]`")
+    known = _plugins.get(cls.name)
+    same_source = known is not None and (known.__module__, known.__qualname__) == (cls.__module__, cls.__qualname__)
+    if cls.name in TABLE or (known is not None and not same_source):
+        raise PassError(f"a pass called {cls.name!r} exists already", "choose another name")
+    _plugins[cls.name] = cls
+    return cls
+
+
+def load_plugin(path: str | pathlib.Path) -> list[type[GraphPass]]:
+    """Run a plugin file and register every concrete GraphPass that it defines.
+
+    Returns:
+        The passes found. A pass with ``after`` set to a stage is inserted there by the manager.
+
+    Raises:
+        InputError: The file is missing, raises, or defines no pass.
+    """
+    path = pathlib.Path(path)
+    if not path.is_file():
+        raise InputError(f"{path}: no such plugin file", "give the path of a Python file that defines a GraphPass")
+    spec = importlib.util.spec_from_file_location(f"ortgraph_plugin_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # noqa: BLE001 - a plugin may raise anything; the cause is chained
+        raise InputError(f"{path}: the plugin raised {type(error).__name__}: {error}", "run it with python to see where") from error
+    found = [c for c in vars(module).values() if _is_plugin_pass(c, module.__name__)]
+    if not found:
+        raise InputError(f"{path}: defines no pass", "subclass ortgraph.manager.GraphPass, or decorate with @fusion")
+    return [register(c) for c in found]
+
+
+def _is_plugin_pass(item: object, module: str) -> bool:
+    return isinstance(item, type) and issubclass(item, GraphPass) and item.__module__ == module and bool(item.name)
+
+
+def preset(name: str, **options: object) -> tuple[ir.passes.PassBase, ...]:
+    """A preset pipeline (``O0`` ... ``O3``) from ``ortgraph.passes.pipelines``.
+
+    Raises:
+        PipelineSyntaxError: There is no preset of that name.
+    """
+    presets = importlib.import_module(PRESETS).PRESETS
+    if name not in presets:
+        raise PipelineSyntaxError(f"unknown preset {name!r}", f"one of {', '.join(sorted(presets))}, or a list of passes")
+    return presets[name](**options)
