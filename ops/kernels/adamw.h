@@ -1,0 +1,45 @@
+// The AdamW rule, shared by the dense, the multi-tensor and the embedding kernel.
+#pragma once
+
+#include <cmath>
+
+#include "kernel.h"
+
+namespace ortgraph {
+
+// Numbers of one step; computed in double, used in float32.
+struct AdamStep {
+  float decay, beta1, rest1, beta2, rest2, root2, epsilon, size, scale;
+};
+
+class AdamRule {
+ public:
+  explicit AdamRule(const Attributes& a)
+      : beta1_(a.decimal("beta1", 0.9)),
+        beta2_(a.decimal("beta2", 0.999)),
+        epsilon_(a.decimal("epsilon", 1e-8)),
+        weight_decay_(a.decimal("weight_decay", 0.01)) {}
+
+  AdamStep at(const Tensor& rate, const Tensor& step, const Tensor& scale) const;
+
+ private:
+  double beta1_, beta2_, epsilon_, weight_decay_;
+};
+
+// An output pointer may equal its input pointer, which is why nothing is declared restrict; ivdep tells the vectoriser
+// that there is no dependence between different elements.
+inline void adam_update(const AdamStep& s, std::int64_t n, const float* w, const float* g, const float* m,
+                        const float* v, float* w_new, float* m_new, float* v_new) {
+#pragma GCC ivdep
+  for (std::int64_t i = 0; i < n; ++i) {
+    const float grad = g[i] * s.scale;
+    const float m1 = m[i] + s.rest1 * (grad - m[i]);
+    const float v1 = s.beta2 * v[i] + s.rest2 * grad * grad;
+    const float denominator = std::sqrt(v1) / s.root2 + s.epsilon;
+    w_new[i] = w[i] * s.decay - s.size * m1 / denominator;
+    m_new[i] = m1;
+    v_new[i] = v1;
+  }
+}
+
+}  // namespace ortgraph

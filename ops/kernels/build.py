@@ -1,0 +1,139 @@
+"""Compiles the kernel library at first use into the user's cache folder.
+
+The folder's name is a hash of everything that the binary depends on (sources, compiler, flags, processor), so that a
+stale binary is never loaded and machines that share a home folder do not share binaries. The library is written
+under a temporary name and renamed: processes that build at the same time both end with a whole file.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import pathlib
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+
+from ortgraph.errors import RuntimeSetupError
+
+logger = logging.getLogger(__name__)
+
+_SOURCES = pathlib.Path(__file__).parent
+_FLAGS = (
+    "-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast",
+    "-fPIC", "-shared", "-fvisibility=hidden",
+)  # fmt: skip
+_LIBRARY = "libortgraph_kernels.so"
+_TIMEOUT = 300  # seconds
+_CPU_FIELDS = ("model name", "flags", "Features", "CPU part")
+
+
+def cache_folder() -> pathlib.Path:
+    """Where compiled libraries live: ``$ORTGRAPH_CACHE_DIR``, else the user's cache folder (XDG)."""
+    chosen = os.environ.get("ORTGRAPH_CACHE_DIR")
+    if chosen:
+        return pathlib.Path(chosen) / "kernels"
+    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(base) / "ortgraph" / "kernels"
+
+
+def find_compiler() -> str:
+    """The C++ compiler: ``$CXX``, g++, c++ or clang++.
+
+    Raises:
+        RuntimeSetupError: None is found, or the system is Windows.
+    """
+    if sys.platform == "win32":
+        raise RuntimeSetupError("compiled kernels are not built on Windows", "use Linux, or go on without them")
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "c++", "clang++"]
+    for name in names:
+        path = shutil.which(name)
+        if path is not None:
+            return path
+    raise RuntimeSetupError(f"no C++ compiler found (looked for {', '.join(names)})", "install g++ or set CXX")
+
+
+def sources() -> list[pathlib.Path]:
+    """All C++ files of the library, sorted by name."""
+    return sorted([*_SOURCES.glob("*.cpp"), *_SOURCES.glob("*.h")])
+
+
+def build() -> pathlib.Path:
+    """The path of the compiled library; compiles it when the cache has none for this machine and these sources.
+
+    Raises:
+        RuntimeSetupError: No compiler, a compiler error, or a cache folder that cannot be written.
+    """
+    compiler = find_compiler()
+    flags = (*_FLAGS, *_width_flags(), *_link_flags())
+    folder = cache_folder() / _key(compiler, flags)
+    library = folder / _LIBRARY
+    if library.is_file():
+        return library
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            fresh = pathlib.Path(scratch) / _LIBRARY
+            _compile(compiler, flags, fresh)
+            os.replace(fresh, library)
+    except OSError as error:
+        raise RuntimeSetupError(
+            f"the kernel library cannot be written to {folder}: {error}", "set ORTGRAPH_CACHE_DIR to a writable folder"
+        ) from error
+    return library
+
+
+def _compile(compiler: str, flags: Sequence[str], target: pathlib.Path) -> None:
+    units = [str(path) for path in sources() if path.suffix == ".cpp"]
+    command = [compiler, *flags, *units, "-o", str(target)]
+    logger.info("compiling kernels: %s", " ".join(command))
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeSetupError(f"{compiler} took longer than {_TIMEOUT} s", "set CXX to another compiler") from error
+    if done.returncode != 0:
+        raise RuntimeSetupError(
+            f"{compiler} failed on the kernel sources:\n{done.stderr[-2000:]}", "set CXX to g++ 9 or newer"
+        )
+
+
+def _key(compiler: str, flags: Sequence[str]) -> str:
+    digest = hashlib.sha256()
+    for path in sources():
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    for fact in (_version(compiler), *flags, platform.machine(), *_processor()):
+        digest.update(fact.encode() + b"\0")
+    return digest.hexdigest()[:24]
+
+
+@functools.cache
+def _version(compiler: str) -> str:
+    done = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode != 0:
+        raise RuntimeSetupError(f"{compiler} --version failed: {done.stderr[-500:]}", "set CXX to a working compiler")
+    return done.stdout
+
+
+@functools.cache
+def _processor() -> tuple[str, ...]:
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return (platform.processor(),)
+    return tuple(sorted({line for line in lines if line.partition("\t")[0].strip() in _CPU_FIELDS}))
+
+
+def _width_flags() -> tuple[str, ...]:
+    # Compilers prefer 256 bits by default even where 512 are as fast per instruction.
+    wide = platform.machine() == "x86_64" and any(" avx512f" in fact for fact in _processor())
+    return ("-mprefer-vector-width=512",) if wide else ()
+
+
+def _link_flags() -> tuple[str, ...]:
+    # Sessions keep pointers to the operator definitions, so the library must survive the options that loaded it.
+    return ("-Wl,-z,nodelete",) if sys.platform == "linux" else ()

@@ -1,0 +1,157 @@
+// What a kernel sees: attributes when it is created, tensors and the runtime's thread pool when it runs.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdlib>
+#include <initializer_list>
+#include <memory>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "abi.h"
+
+namespace ortgraph {
+
+constexpr std::size_t kMaxRank = 8;
+
+struct Shape {
+  std::array<std::int64_t, kMaxRank> dim{};
+  std::size_t rank = 0;
+
+  Shape() = default;
+  Shape(std::initializer_list<std::int64_t> dims);
+  std::int64_t count() const;
+  std::int64_t count(std::size_t begin, std::size_t end) const;
+  std::int64_t back() const { return rank ? dim[rank - 1] : 1; }
+  std::int64_t rows() const { return rank ? count(0, rank - 1) : 1; }
+  bool operator==(const Shape& other) const;
+};
+
+struct Tensor {
+  const void* raw = nullptr;
+  Shape shape;
+
+  explicit operator bool() const { return present; }
+  const float* floats() const { return static_cast<const float*>(raw); }
+  const std::int64_t* ints() const { return static_cast<const std::int64_t*>(raw); }
+  bool present = false;
+};
+
+class Attributes {
+ public:
+  Attributes(const Slot* api, const KernelInfo* info) : api_(api), info_(info) {}
+  // The double nearest to the shortest decimal that rounds to the stored float: 0.999 is 0.999, not 0.99900001287.
+  double decimal(const char* name, double fallback) const;
+  std::int64_t integer(const char* name, std::int64_t fallback) const;
+  std::string text(const char* name, const char* fallback) const;
+
+ private:
+  const Slot* api_;
+  const KernelInfo* info_;
+};
+
+class Context {
+ public:
+  Context(const Slot* api, KernelContext* raw) : api_(api), raw_(raw) {}
+
+  std::size_t inputs() const;
+  std::size_t outputs() const;
+  Tensor input(std::size_t index) const;
+  // Null when the node leaves the output out.
+  void* output(std::size_t index, const Shape& shape) const;
+  float* floats(std::size_t index, const Shape& shape) const { return static_cast<float*>(output(index, shape)); }
+
+  // body(part) for part in [0, parts), on the session's own threads. Which thread runs a part is not fixed, so a part
+  // must not depend on another and the split must not depend on the number of threads.
+  template <class Body>
+  void parallel(std::size_t parts, const Body& body) const {
+    if (parts == 0) return;
+    if (parts == 1) return body(std::size_t{0});
+    run_parallel([](void* data, std::size_t part) { (*static_cast<const Body*>(data))(part); }, parts,
+                 const_cast<Body*>(&body));
+  }
+
+  // body(begin, end) over [0, total) in fixed pieces of at least `grain`, at most kMaxParts of them.
+  template <class Body>
+  void ranges(std::int64_t total, std::int64_t grain, const Body& body) const {
+    const std::int64_t size = piece(total, grain);
+    parallel(static_cast<std::size_t>((total + size - 1) / size), [&](std::size_t part) {
+      const std::int64_t begin = static_cast<std::int64_t>(part) * size;
+      body(begin, std::min(total, begin + size));
+    });
+  }
+
+  static std::int64_t piece(std::int64_t total, std::int64_t grain) {
+    const std::int64_t even = (total + kMaxParts - 1) / kMaxParts;
+    const std::int64_t size = std::max<std::int64_t>(std::max(even, grain), 1);
+    return (size + 15) / 16 * 16;
+  }
+
+  static constexpr std::int64_t kMaxParts = 32;
+
+ private:
+  void run_parallel(void (*body)(void*, std::size_t), std::size_t parts, void* data) const;
+
+  const Slot* api_;
+  KernelContext* raw_;
+};
+
+class Kernel {
+ public:
+  virtual ~Kernel() = default;
+  virtual void compute(const Context& context) const = 0;
+};
+
+// Scratch memory, 64-byte aligned; its size is stated in the kernel table.
+template <class T>
+class Scratch {
+ public:
+  explicit Scratch(std::size_t count)
+      : data_(static_cast<T*>(std::aligned_alloc(64, (std::max<std::size_t>(count, 1) * sizeof(T) + 63) / 64 * 64))) {
+    if (!data_) throw std::bad_alloc();
+  }
+  ~Scratch() { std::free(data_); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  T* data() const { return data_; }
+  T& operator[](std::size_t i) const { return data_[i]; }
+
+ private:
+  T* data_;
+};
+
+struct Port {
+  ElementType type = kFloat;
+  Characteristic kind = kRequired;
+};
+
+struct Definition : CustomOp {
+  using Factory = std::unique_ptr<Kernel> (*)(const Attributes&);
+  Definition(const char* name, std::vector<Port> inputs, std::vector<Port> outputs, Factory factory);
+
+  const char* op_name;
+  std::vector<Port> in, out;
+  Factory factory;
+};
+
+template <class K>
+std::unique_ptr<Kernel> make(const Attributes& attributes) {
+  return std::make_unique<K>(attributes);
+}
+
+constexpr Port kF{kFloat, kRequired}, kF_{kFloat, kOptional}, kI{kInt64, kRequired}, kB{kBool, kRequired},
+    kFs{kFloat, kVariadic};
+
+[[noreturn]] inline void refuse(const std::string& what) { throw std::invalid_argument(what); }
+inline void expect(bool holds, const char* what) {
+  if (!holds) refuse(what);
+}
+
+// One per source file; library.cpp registers what they return.
+using Definitions = std::vector<Definition*>;
+void add_optimizer(Definitions& to);
+
+}  // namespace ortgraph

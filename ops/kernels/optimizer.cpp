@@ -1,0 +1,67 @@
+// AdamW with PyTorch's arithmetic (fused form): one pass over weight, gradient and both moments.
+#include <cmath>
+
+#include "adamw.h"
+
+namespace ortgraph {
+namespace {
+
+constexpr std::int64_t kGrain = 16384;  // elements: 64 KiB of each of the four tensors
+
+void check_shapes(const Tensor& w, const Tensor& g, const Tensor& m, const Tensor& v) {
+  expect(w && g && m && v, "W, G, M and V are required");
+  expect(w.shape.count() == g.shape.count() && w.shape.count() == m.shape.count() && w.shape.count() == v.shape.count(),
+         "W, G, M and V differ in shape");
+}
+
+// (LearningRate, Step, W, G, M, V, GradScale?) -> (W', M', V'). W', M', V' may lie over W, M, V.
+class AdamW final : public Kernel {
+ public:
+  explicit AdamW(const Attributes& a) : rule_(a) {}
+
+  void compute(const Context& context) const override {
+    const Tensor w = context.input(2), g = context.input(3), m = context.input(4), v = context.input(5);
+    check_shapes(w, g, m, v);
+    const AdamStep step = rule_.at(context.input(0), context.input(1), context.input(6));
+    float* w_new = context.floats(0, w.shape);
+    float* m_new = context.floats(1, m.shape);
+    float* v_new = context.floats(2, v.shape);
+    context.ranges(w.shape.count(), kGrain, [&](std::int64_t begin, std::int64_t end) {
+      adam_update(step, end - begin, w.floats() + begin, g.floats() + begin, m.floats() + begin, v.floats() + begin,
+                  w_new + begin, m_new + begin, v_new + begin);
+    });
+  }
+
+ private:
+  AdamRule rule_;
+};
+
+}  // namespace
+
+AdamStep AdamRule::at(const Tensor& rate, const Tensor& step, const Tensor& scale) const {
+  expect(rate && rate.shape.count() == 1, "LearningRate must have one element");
+  expect(step && step.shape.count() == 1, "Step must have one element");
+  expect(!scale || scale.shape.count() == 1, "GradScale must have one element");
+  const double lr = *rate.floats();
+  const double n = static_cast<double>(*step.ints());
+  const double correction1 = 1.0 - std::pow(beta1_, n);
+  const double correction2 = 1.0 - std::pow(beta2_, n);
+  AdamStep s;
+  s.decay = static_cast<float>(1.0 - lr * weight_decay_);
+  s.beta1 = static_cast<float>(beta1_);
+  s.rest1 = static_cast<float>(1.0 - beta1_);
+  s.beta2 = static_cast<float>(beta2_);
+  s.rest2 = static_cast<float>(1.0 - beta2_);
+  s.root2 = static_cast<float>(std::sqrt(correction2));
+  s.epsilon = static_cast<float>(epsilon_);
+  s.size = static_cast<float>(lr / correction1);
+  s.scale = scale ? *scale.floats() : 1.0f;
+  return s;
+}
+
+void add_optimizer(Definitions& to) {
+  static Definition adamw("AdamW", {kF, kI, kF, kF, kF, kF, kF_}, {kF, kF, kF}, make<AdamW>);
+  to.push_back(&adamw);
+}
+
+}  // namespace ortgraph
