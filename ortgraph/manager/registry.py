@@ -18,6 +18,8 @@ ENTRY_POINTS = "ortgraph.passes"
 PRESETS = "ortgraph.passes.pipelines"
 
 TABLE: dict[str, str] = {
+    "mark-optimized": "ortgraph.passes.canonical.mark_optimized:MarkOptimized",
+    "bind-shapes": "ortgraph.passes.canonical.bind_shapes:BindShapes",
     "attach-optimizer": "ortgraph.passes.lowering.attach_optimizer:AttachOptimizer",
     "lower": "ortgraph.passes.lowering.lower:Lower",
     "plan-memory": "ortgraph.passes.memory.plan_memory:PlanMemory",

@@ -1,0 +1,75 @@
+"""The preset pipelines: they read like a table of contents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import onnx_ir as ir
+
+from ortgraph.manager.pipeline_text import parse_pipeline
+from ortgraph.passes.lowering.attach_optimizer import AttachOptimizer
+
+CLEAN = "eliminate-dead-code,fold-constants,fold-shapes,eliminate-identity,eliminate-common-subexpressions"
+
+CANONICAL = ",".join((
+    CLEAN,
+    "eliminate-cast-pairs",
+    "simplify-reshapes",
+    "simplify-transposes",
+    "eliminate-identity",  # why here: merged reshapes and transposes are often no-ops
+))
+
+FUSION = ",".join((
+    "raise-contrib",  # why first: gradients of ONNX Runtime become the composites that the rest knows
+    "fuse-gelu",
+    "fuse-layer-norm",
+    "fuse-softmax",
+    "fuse-cross-entropy",
+    "fuse-embedding-gradient",
+    "eliminate-dead-code",  # why here: decomposed forward chains die once their gradients are fused
+))
+
+MATMUL = ",".join((
+    "fuse-matmul-transpose",  # why after canonical: cancelled transposes need no flag
+    "fuse-matmul-scale",
+    "fuse-gemm-bias",
+    "fuse-bias-gradient",
+    "simplify-reshapes",  # why here: Gemm's 2-D views of neighbours cancel
+    CLEAN,
+))
+
+AFTER_LOWERING = ",".join((
+    CLEAN,  # why here: expansions of a forward operator and of its gradient share sub-graphs
+    "simplify-reshapes",
+    "simplify-transposes",
+    "fuse-matmul-transpose",
+    "fuse-matmul-scale",
+    "eliminate-identity",
+    "eliminate-dead-code",
+))
+
+
+def _preset(*before: str, after: str, optimizer: object, target: str, shapes: Mapping[str, int], accumulation_steps: int):
+    bind = (f"bind-shapes{{sizes={'|'.join(f'{k}:{v}' for k, v in sorted(shapes.items()))}}}",) if shapes else ()
+    head = parse_pipeline(",".join((*bind, *(b for b in before if b), "mark-optimized")))
+    attach = (AttachOptimizer.of(optimizer, accumulation_steps),) if optimizer is not None else ()
+    tail = parse_pipeline(",".join((f"lower{{target={target}}}", after, "plan-memory")))
+    return (*head, *attach, *tail)
+
+
+def o0(**options) -> tuple[ir.passes.PassBase, ...]:
+    """Only what running needs: lower and place."""
+    return _preset(after="eliminate-dead-code,fold-constants,fold-shapes", **options)
+
+
+def o1(**options) -> tuple[ir.passes.PassBase, ...]:
+    """Canonical passes."""
+    return _preset(CANONICAL, after=AFTER_LOWERING, **options)
+
+
+def o2(**options) -> tuple[ir.passes.PassBase, ...]:
+    """Canonical passes and fusions over both halves."""
+    return _preset(CANONICAL, FUSION, CANONICAL, MATMUL, after=AFTER_LOWERING, **options)
+
+
+PRESETS: dict[str, Callable[..., tuple[ir.passes.PassBase, ...]]] = {"O0": o0, "O1": o1, "O2": o2, "O3": o2}
