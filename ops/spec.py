@@ -51,6 +51,8 @@ class OpSpec:
         infer: Output types and shapes, for operators outside the ONNX standard.
         expand: Reference expansion in standard operators.
         flops: Floating point operations of one run, from a node with static shapes.
+        effects: Works through more than its outputs (writes over an input, talks to the outside): never dead code.
+        optional_outputs: Indices of outputs that may be absent. For ONNX standard operators the schema knows them.
         doc: One line: the equation.
     """
 
@@ -66,6 +68,8 @@ class OpSpec:
     infer: InferRule | None = None
     expand: Expansion | None = None
     flops: Callable[[ir.Node], int] | None = None
+    effects: bool = False
+    optional_outputs: tuple[int, ...] = ()
     known: bool = True
     doc: str = ""
 
