@@ -1,0 +1,158 @@
+"""Alternatives: the ways in which a target can run a composite operator, with their cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+
+import onnx_ir as ir
+from ortgraph.ops.builder import Builder
+from ortgraph.ops.runtime_forms import KERNEL_FORMS, RUNTIME_FORMS
+from ortgraph.ops.spec import COMPOSITE, spec_of
+from ortgraph.ops.targets import TARGETS
+
+from ortgraph.errors import InputError
+
+SHIPPED_TABLE = pathlib.Path(__file__).with_name("cost_table.json")
+UNKNOWN_DIMENSION = 64  # a symbolic dimension counts as this many: only the ratio of alternatives matters
+_ITEM_BYTES = 4
+# Without a measurement an expansion is priced as this many passes over its data, a runtime operator as one.
+_DEFAULT = {"expansion": (40.0, 4.0), "runtime": (10.0, 2.0), "kernel": (5.0, 0.3)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Predicted cost of one run.
+
+    Attributes:
+        microseconds: Time.
+        moved: Bytes read and written.
+        scratch: Bytes of temporaries beyond inputs and outputs.
+    """
+
+    microseconds: float
+    moved: int = 0
+    scratch: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class CostTable:
+    """Measured cost per alternative: ``entries["Gelu.runtime"] = {"fixed_us", "ns_per_element", ...}``.
+
+    ``element`` counts the largest input or output of the node. The text identity of the table is part of what makes
+    a lowering reproducible, so it is hashable by its source.
+    """
+
+    source: str
+    entries: Mapping[str, Mapping[str, float]]
+
+    def cost(self, node: ir.Node, alternative: str) -> Cost:
+        n = elements(node)
+        entry = self.entries.get(f"{variant(node)}.{alternative}") or self.entries.get(f"{node.op_type}.{alternative}")
+        if entry is None:
+            fixed, per_element = _DEFAULT.get(alternative, _DEFAULT["runtime"])
+            return Cost(fixed + per_element * n / 1e3, n * _ITEM_BYTES * 2)
+        return Cost(
+            entry["fixed_us"] + entry["ns_per_element"] * n / 1e3,
+            int(n * entry.get("moved_per_element", 2 * _ITEM_BYTES)),
+            int(n * entry.get("scratch_per_element", 0)),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Alternative:
+    """One way to run a composite.
+
+    Attributes:
+        name: ``expansion``, ``runtime`` or ``kernel``.
+        targets: Targets that have it.
+        applies: Why it cannot be used for a node, or None.
+        build: Makes the outputs before the node; None for an output that it does not make.
+        cost: Predicted cost from a table.
+    """
+
+    name: str
+    targets: tuple[str, ...]
+    applies: Callable[[ir.Node], str | None]
+    build: Callable[[Builder, ir.Node], Sequence[ir.Value | None]]
+    cost: Callable[[ir.Node, CostTable], Cost]
+
+
+def variant(node: ir.Node) -> str:
+    """Operator name with the attribute that changes its arithmetic: ``Gelu:tanh``."""
+    approximate = node.attributes.get("approximate")
+    form = approximate.as_string() if approximate is not None else "none"
+    return node.op_type if form == "none" else f"{node.op_type}:{form}"
+
+
+def elements(node: ir.Node) -> int:
+    """Elements of the node's largest input or output; an unknown dimension counts as UNKNOWN_DIMENSION."""
+    return max((_count(v) for v in (*node.inputs, *node.outputs) if v is not None), default=1)
+
+
+def _count(value: ir.Value) -> int:
+    if value.shape is None:
+        return 1
+    return math.prod(d if isinstance(d, int) else UNKNOWN_DIMENSION for d in value.shape)
+
+
+def load_table(path: str = "") -> CostTable:
+    """The cost table at ``path``, or the one shipped with the package.
+
+    Raises:
+        InputError: The file is missing or is not a cost table.
+    """
+    return _load(str(path or SHIPPED_TABLE))
+
+
+@functools.lru_cache(maxsize=8)
+def _load(path: str) -> CostTable:
+    try:
+        entries = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))["entries"]
+        if not all({"fixed_us", "ns_per_element"} <= set(entry) for entry in entries.values()):
+            raise ValueError("an entry lacks fixed_us or ns_per_element")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{path}: not a cost table ({error})", "make one with `ortgraph calibrate`") from error
+    return CostTable(path, entries)
+
+
+def alternatives(node: ir.Node, target: str) -> tuple[Alternative, ...]:
+    """All alternatives that ``target`` has for the node's operator, in a fixed order (ties go to the first)."""
+    found = [_kernel(node)]
+    forms = RUNTIME_FORMS.get(node.op_type, ()) if _composite(node) else ()
+    found += [Alternative("runtime", f.targets, f.applies, f.build, _priced("runtime")) for f in forms]
+    if spec_of(node).expand is not None:
+        found.append(Alternative("expansion", TARGETS, lambda node: None, _expand, _priced("expansion")))
+    return tuple(a for a in found if a is not None and target in a.targets)
+
+
+def _composite(node: ir.Node) -> bool:
+    return node.domain == COMPOSITE
+
+
+def _priced(name: str) -> Callable[[ir.Node, CostTable], Cost]:
+    return lambda node, table: table.cost(node, name)
+
+
+def _expand(builder: Builder, node: ir.Node) -> Sequence[ir.Value | None]:
+    expand = spec_of(node).expand
+    assert expand is not None
+    return expand(builder, node)
+
+
+def _kernel(node: ir.Node) -> Alternative | None:
+    """The compiled kernel, when there is one for this operator and the kernel library can be used here."""
+    form = KERNEL_FORMS.get(node.op_type) if _composite(node) else None
+    if form is None:
+        return None
+
+    def applies(node: ir.Node) -> str | None:
+        from ortgraph.ops import kernels
+
+        return form.applies(node) if kernels.available() else kernels.reason()
+
+    return Alternative("kernel", form.targets, applies, form.build, _priced("kernel"))

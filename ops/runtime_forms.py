@@ -1,0 +1,136 @@
+"""Composites that a target's own operators compute: the ``runtime`` alternatives."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import onnx_ir as ir
+from ortgraph.ops.builder import Builder
+from ortgraph.ops.shapes import attribute, given
+from ortgraph.ops.spec import CONTRIB
+from ortgraph.ops.targets import STOCK, TRAINING
+
+from ortgraph.graph import static_shape
+
+_BOTH = (TRAINING, STOCK)
+_TRAINING = (TRAINING,)
+_LABELS = (ir.DataType.INT32, ir.DataType.INT64)
+
+
+@dataclasses.dataclass(frozen=True)
+class RuntimeForm:
+    """How one target operator stands for a composite.
+
+    Attributes:
+        targets: Targets with a CPU kernel for it.
+        applies: Why not for this node, or None.
+        build: Makes the outputs.
+    """
+
+    targets: tuple[str, ...]
+    applies: Callable[[ir.Node], str | None]
+    build: Callable[[Builder, ir.Node], Sequence[ir.Value | None]]
+
+
+def _float32(node: ir.Node) -> str | None:
+    """The com.microsoft CPU kernels used here are registered for float32 only."""
+    value = node.inputs[0]
+    if value is None or value.dtype != ir.DataType.FLOAT:
+        return f"the kernel is float32 only, not {value.dtype if value is not None else 'unknown'}"
+    return None
+
+
+def _same(op_type: str, approximate: str | None = None, **fixed: object) -> tuple[Callable, Callable]:
+    """A contrib operator with the composite's own inputs; ``approximate`` restricts the form."""
+
+    def applies(node: ir.Node) -> str | None:
+        form = attribute(node, "approximate", "none")
+        if approximate is not None and form != approximate:
+            return f"computes approximate={approximate}, not {form}"
+        return _float32(node)
+
+    def build(builder: Builder, node: ir.Node) -> Sequence[ir.Value | None]:
+        return builder.multi(op_type, *node.inputs, outputs=len(node.outputs), domain=CONTRIB, **fixed)
+
+    return applies, build
+
+
+def _with_axis(op_type: str) -> Callable[[Builder, ir.Node], Sequence[ir.Value | None]]:
+    def build(builder: Builder, node: ir.Node) -> Sequence[ir.Value | None]:
+        return [builder.op(op_type, *node.inputs, domain=CONTRIB, axis=attribute(node, "axis", -1))]
+
+    return build
+
+
+def _layer_norm_applies(node: ir.Node) -> str | None:
+    if given(node, 4) is None:
+        return "LayerNormalizationGrad needs a scale"
+    return _float32(node)
+
+
+def _layer_norm_grad(builder: Builder, node: ir.Node) -> Sequence[ir.Value | None]:
+    dy, x, mean, inv_std, scale = node.inputs
+    axis = attribute(node, "axis", -1)
+    return builder.multi(
+        "LayerNormalizationGrad", dy, x, scale, mean, inv_std, outputs=3, domain=CONTRIB, axis=axis
+    )[: len(node.outputs)]  # fmt: skip
+
+
+def _cross_entropy_applies(node: ir.Node) -> str | None:
+    labels = node.inputs[2]
+    if labels is None or labels.dtype not in _LABELS:
+        return "labels must be int32 or int64"
+    if node.inputs[1] is None or node.inputs[1].shape is None or len(node.inputs[1].shape) != 2:
+        return "only for log-probabilities [N, C]: the kernel transposes further dimensions"
+    return _float32(node)
+
+
+def _cross_entropy_grad(builder: Builder, node: ir.Node) -> Sequence[ir.Value | None]:
+    d_loss, log_prob, target, weight = (*node.inputs, None)[:4]
+    return [
+        builder.op(
+            "SoftmaxCrossEntropyLossGrad", d_loss, log_prob, target, weight, domain=CONTRIB,
+            reduction=attribute(node, "reduction", "mean"), ignore_index=attribute(node, "ignore_index", -100),
+        )
+    ]  # fmt: skip
+
+
+def _conv_applies(node: ir.Node) -> str | None:
+    dilations = node.attributes.get("dilations")
+    if any(o.uses() or o.is_graph_output() for o in node.outputs[:1]) and dilations is not None:
+        return None if set(dilations.as_ints()) <= {1} else "dilated"
+    return _float32(node)
+
+
+def _conv_grad(builder: Builder, node: ir.Node) -> Sequence[ir.Value | None]:
+    attributes = {k: list(a.as_ints()) for k, a in node.attributes.items() if k in ("strides", "pads", "dilations")}
+    weight = static_shape(node.inputs[2])  # type: ignore[arg-type]
+    kernel = list(weight[2:]) if weight is not None else None
+    wanted = len(node.outputs)
+    return builder.multi(
+        "ConvGrad", *node.inputs[:3], outputs=wanted, domain=CONTRIB, kernel_shape=kernel,
+        group=attribute(node, "group", 1), **attributes,
+    )  # fmt: skip
+
+
+RUNTIME_FORMS: dict[str, tuple[RuntimeForm, ...]] = {
+    "Gelu": (RuntimeForm(_BOTH, *_same("Gelu", "none")), RuntimeForm(_BOTH, *_same("FastGelu", "tanh"))),
+    "GeluGrad": (
+        RuntimeForm(_TRAINING, *_same("GeluGrad", "none")),
+        RuntimeForm(_TRAINING, *_same("FastGeluGrad", "tanh")),
+    ),
+    "Silu": (RuntimeForm(_BOTH, *_same("QuickGelu", alpha=1.0)),),
+    "SiluGrad": (RuntimeForm(_TRAINING, *_same("QuickGeluGrad", alpha=1.0)),),
+    "ReluGrad": (RuntimeForm(_TRAINING, *_same("ReluGrad")),),
+    "TanhGrad": (RuntimeForm(_TRAINING, *_same("TanhGrad")),),
+    "SigmoidGrad": (RuntimeForm(_TRAINING, *_same("SigmoidGrad")),),
+    "SoftmaxGrad": (RuntimeForm(_TRAINING, _float32, _with_axis("SoftmaxGrad_13")),),
+    "LogSoftmaxGrad": (RuntimeForm(_TRAINING, _float32, _with_axis("LogSoftmaxGrad_13")),),
+    "LayerNormGrad": (RuntimeForm(_TRAINING, _layer_norm_applies, _layer_norm_grad),),
+    "CrossEntropyGrad": (RuntimeForm(_TRAINING, _cross_entropy_applies, _cross_entropy_grad),),
+    "ConvGrad": (RuntimeForm(_TRAINING, _conv_applies, _conv_grad),),
+}
+
+# Compiled kernels (domain ortgraph.kernels), per composite.
+KERNEL_FORMS: dict[str, RuntimeForm] = {}

@@ -1,0 +1,70 @@
+"""Which operators a target runs on its CPU provider."""
+
+from __future__ import annotations
+
+import functools
+
+import onnx
+import onnx_ir as ir
+from ortgraph.ops.spec import CONTRIB, KERNELS
+
+TRAINING = "onnxruntime-training"  # 1.19.2
+STOCK = "onnxruntime"  # 1.22 and later
+TARGETS = (TRAINING, STOCK)
+
+# com.microsoft operators with a CPU kernel in every release since 1.19, by what a training graph may hold.
+_CONTRIB_COMMON = frozenset({
+    "Attention", "BiasGelu", "CDist", "EmbedLayerNormalization", "ExpandDims", "FastGelu", "FusedConv", "FusedGemm",
+    "FusedMatMul", "GatherND", "Gelu", "GroupQueryAttention", "Inverse", "MultiHeadAttention", "MurmurHash3", "Pad",
+    "QuickGelu", "Range", "RotaryEmbedding", "SkipLayerNormalization", "SkipSimplifiedLayerNormalization", "Trilu",
+    "Unique",
+})  # fmt: skip
+# Only in the training build (facts of its CPU kernel registry). DivGrad is left out: it has a function body, no kernel.
+_CONTRIB_TRAINING = frozenset({
+    "AdamOptimizer", "AdamWOptimizer", "BatchNormInternal", "BatchNormalizationGrad", "BiasFastGeluGrad_dX",
+    "BiasGeluGrad_dX", "BroadcastGradientArgs", "ConcatTraining", "ConvGrad", "DropoutGrad", "FakeQuant",
+    "FakeQuantGrad", "FastGeluGrad", "GRUGrad", "GRUTraining", "GatherElementsGrad", "GatherGrad", "GatherNDGrad",
+    "GeluGrad", "Group", "InPlaceAccumulator", "InPlaceAccumulatorV2", "InplaceClipGradNorm", "LSTMGrad",
+    "LSTMTraining", "LayerNormalizationGrad", "LeakyReluGrad", "LogSoftmaxGrad", "LogSoftmaxGrad_13", "PassThrough",
+    "QuickGeluGrad", "ReduceAllL2", "ReduceSumTraining", "ReluGrad", "SGDOptimizer", "SGDOptimizerV2", "Scale",
+    "SigmoidGrad", "SimplifiedLayerNormalizationGrad", "SliceGrad", "SoftmaxCrossEntropy", "SoftmaxCrossEntropyGrad",
+    "SoftmaxCrossEntropyLossGrad", "SoftmaxCrossEntropyLossInternal", "SoftmaxCrossEntropyLossInternalGrad",
+    "SoftmaxGrad", "SoftmaxGrad_13", "SparseSoftmaxCrossEntropy", "SparseSoftmaxCrossEntropyGrad", "SplitTraining",
+    "TanhGrad", "YieldOp", "ZeroGradient",
+})  # fmt: skip
+# Unversioned operators that ONNX Runtime keeps in the standard domain.
+_STANDARD_COMMON = frozenset({"SimplifiedLayerNormalization"})
+_STANDARD_TRAINING = frozenset({"AveragePoolGrad", "MaxPoolGrad"})
+_MAX_OPSET = {TRAINING: 21, STOCK: 23}
+
+
+@functools.lru_cache(maxsize=4096)
+def _in_onnx(op_type: str, opset: int) -> bool:
+    try:
+        onnx.defs.get_schema(op_type, opset, "")
+    except onnx.defs.SchemaError:
+        return False
+    return True
+
+
+def reason_not_run(node: ir.Node, target: str, opset: int) -> str | None:
+    """Why ``target`` cannot run the node's operator; None when it can.
+
+    Args:
+        node: Any node; only its domain and operator name count.
+        target: One of TARGETS.
+        opset: Version of the standard domain that the graph imports.
+    """
+    training = target == TRAINING
+    if node.domain in ("", "ai.onnx"):
+        known = node.op_type in _STANDARD_COMMON or (training and node.op_type in _STANDARD_TRAINING)
+        if known or _in_onnx(node.op_type, min(opset, _MAX_OPSET[target])):
+            return None
+        return f"{node.op_type} is not an ONNX operator at opset {opset}"
+    if node.domain == CONTRIB:
+        if node.op_type in _CONTRIB_COMMON or (training and node.op_type in _CONTRIB_TRAINING):
+            return None
+        return f"{target} has no CPU kernel for {CONTRIB}.{node.op_type}"
+    if node.domain == KERNELS:
+        return None
+    return f"{target} does not know the domain {node.domain!r}"

@@ -1,0 +1,117 @@
+"""Lower: replace every composite by what the target runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import onnx_ir as ir
+from ortgraph.ops.alternatives import Alternative, CostTable, alternatives, load_table
+from ortgraph.ops.builder import Builder
+from ortgraph.ops.spec import COMPOSITE
+from ortgraph.ops.targets import TARGETS, TRAINING, reason_not_run
+
+from ortgraph.errors import InputError, UnsupportedError
+from ortgraph.graph import Names, TrainingGraph, replace_value
+from ortgraph.manager.base import Changes, GraphPass, Refusal
+
+
+@dataclasses.dataclass(frozen=True)
+class Lower(GraphPass):
+    """Each composite becomes its cheapest alternative; operators that the target lacks become their expansion.
+
+    Alternatives are an operator of the target's own (``runtime``), a compiled kernel (``kernel``) and the reference
+    expansion (``expansion``), chosen per node by the cost table; equal costs go to the first. Every choice is reported
+    with the figures it was made by. Expansions may share work (Attention and its gradient): run
+    ``eliminate-common-subexpressions`` afterwards.
+
+    Raises an error when:
+        a node of an unknown domain, or of an operator that the target does not run, has no expansion;
+        the target or the preferred alternative has an unknown name.
+
+    Attributes:
+        target: ``onnxruntime-training`` or ``onnxruntime``.
+        table: Path of a cost table; empty for the one shipped.
+        prefer: ``expansion``, ``runtime`` or ``kernel``: taken wherever it applies, whatever it costs.
+    """
+
+    name: ClassVar[str] = "lower"
+    stages: ClassVar[tuple[str, ...]] = ("captured", "optimized", "cast", "stepped", "lowered")
+    sets_stage: ClassVar[str | None] = "lowered"
+
+    target: str = TRAINING
+    table: str = ""
+    prefer: str = ""
+
+    def run(self, graph: TrainingGraph) -> Changes:
+        if self.target not in TARGETS:
+            raise InputError(f"lower: unknown target {self.target!r}", f"one of {', '.join(TARGETS)}")
+        if self.prefer not in ("", "expansion", "runtime", "kernel"):
+            raise InputError(f"lower: unknown alternative {self.prefer!r}", "expansion, runtime or kernel")
+        changes, table, names = Changes(), load_table(self.table), Names(graph.graph)
+        opset = graph.graph.opset_imports.get("", 18)
+        # Last first, so that a composite made by an expansion is met next.
+        todo = list(graph.graph.all_nodes())[::-1]
+        while todo:
+            node = todo.pop()
+            reason = reason_not_run(node, self.target, opset)
+            if reason is None:
+                continue
+            made = self._replace(node, table, names, reason, changes)
+            todo.extend(reversed(made))
+        imports = graph.graph.opset_imports
+        if any(n.domain == "com.microsoft" for n in graph.graph.all_nodes()):
+            imports.setdefault("com.microsoft", 1)
+        if imports.pop(COMPOSITE, None) is not None and not changes.counts:
+            changes.counts["unused-import"] += 1
+        return changes
+
+    def _replace(self, node: ir.Node, table: CostTable, names: Names, reason: str, changes: Changes) -> list[ir.Node]:
+        choice, why = self._choose(node, table)
+        if choice is None:
+            raise UnsupportedError(
+                f"lower: node {node.name!r} ({node.domain or 'ai.onnx'}.{node.op_type}) cannot run on {self.target}: "
+                + "; ".join(filter(None, (reason, why))),
+                "use another target, or give the operator an expansion (ortgraph.ops.spec.register)",
+            )
+        assert node.graph is not None
+        build = Builder(node.graph, self.name, before=node, origins=[node], names=names)
+        results = choice.build(build, node)
+        for old, new in zip(node.outputs, results, strict=False):
+            _redirect(node, old, new)
+        node.graph.remove(node, safe=True)
+        changes.counts[f"{node.op_type}.{choice.name}"] += 1
+        changes.refusals.append(Refusal(node.name or "", why))
+        return build.made
+
+    def _choose(self, node: ir.Node, table: CostTable) -> tuple[Alternative | None, str]:
+        """The cheapest alternative that applies, and the reasons in words."""
+        priced: list[tuple[float, int, Alternative]] = []
+        words = []
+        for i, candidate in enumerate(alternatives(node, self.target)):
+            reason = candidate.applies(node)
+            if reason is not None:
+                words.append(f"no {candidate.name}: {reason}")
+                continue
+            cost = candidate.cost(node, table).microseconds
+            words.append(f"{candidate.name} {cost:.1f} us")
+            priced.append((cost, i, candidate))
+        if not priced:
+            return None, "; ".join(words)
+        wanted = [p for p in priced if p[2].name == self.prefer] or priced
+        chosen = min(wanted, key=lambda p: p[:2])[2]
+        return chosen, f"{node.op_type}: {chosen.name} chosen ({'; '.join(words)})"
+
+
+def _redirect(node: ir.Node, old: ir.Value, new: ir.Value | None) -> None:
+    if not (old.uses() or old.is_graph_output()):
+        return
+    if new is None:
+        raise UnsupportedError(
+            f"lower: output %{old.name} of {node.op_type} {node.name!r} is read, but its alternative does not make it",
+            "this is a fault of the operator's table entry; report it",
+        )
+    # What capture recorded (symbolic dimensions by name) is at least as exact as what inference finds again.
+    new.shape = old.shape if old.shape is not None else new.shape
+    new.dtype = old.dtype if old.dtype is not None else new.dtype
+    replace_value(old, new)

@@ -1,0 +1,108 @@
+"""Lower: choice by cost, every alternative equal to the reference, clear errors."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from ortgraph.passes.lowering.lower import Lower
+
+from ortgraph.errors import InputError, UnsupportedError
+
+PAIRS = [("Gelu", {}), ("Gelu", {"approximate": "tanh"}), ("Silu", {})]
+GRADS = [
+    ("GeluGrad", {}), ("GeluGrad", {"approximate": "tanh"}), ("SiluGrad", {}), ("ReluGrad", {}), ("TanhGrad", {}),
+    ("SigmoidGrad", {}), ("SoftmaxGrad", {"axis": -1}), ("SoftmaxGrad", {"axis": 1}), ("LogSoftmaxGrad", {"axis": -1}),
+]  # fmt: skip
+
+
+def composite(bench, op_type, attributes, inputs=1):
+    def body(b, *values):
+        return b.op(op_type, *values[:inputs], domain="ortgraph", **attributes)
+
+    return bench.make(body, {"a": (3, 4, 5), "b": (3, 4, 5)})
+
+
+@pytest.mark.parametrize(("op_type", "attributes", "inputs"), [(*p, 1) for p in PAIRS] + [(*g, 2) for g in GRADS])
+@pytest.mark.parametrize("target", ["onnxruntime-training", "onnxruntime"])
+def test_runtime_form_equals_expansion(bench, op_type, attributes, inputs, target):
+    graph = composite(bench, op_type, attributes, inputs)
+    feeds = bench.feeds(graph)
+    if op_type == "LogSoftmaxGrad":
+        feeds["b"] -= np.log(np.exp(feeds["b"]).sum(-1, keepdims=True))
+    want = bench.run(graph, feeds)[0]
+    outcome = Lower(target=target, prefer="runtime")(graph.model)
+    assert outcome.modified and len(outcome.refusals) == 1
+    expected = "expansion" if target == "onnxruntime" and inputs == 2 else "runtime"
+    assert dict(outcome.counts) == {f"{op_type}.{expected}": 1}
+    np.testing.assert_allclose(bench.run(graph, feeds)[0], want, atol=3e-6)
+
+
+def test_choice_follows_the_table_and_is_explained(bench, tmp_path):
+    for fast, slow in (("runtime", "expansion"), ("expansion", "runtime")):
+        entry = {"fixed_us": 1.0, "ns_per_element": 1.0}
+        dear = {"fixed_us": 50.0, "ns_per_element": 9.0}
+        table = tmp_path / f"{fast}.json"
+        table.write_text(json.dumps({"entries": {f"Gelu:tanh.{fast}": entry, f"Gelu:tanh.{slow}": dear}}))
+        graph = composite(bench, "Gelu", {"approximate": "tanh"})
+        outcome = Lower(table=str(table))(graph.model)
+        assert dict(outcome.counts) == {f"Gelu.{fast}": 1}
+        assert outcome.refusals[0].reason.startswith(f"Gelu: {fast} chosen (")
+        assert "computes approximate=none, not tanh" in outcome.refusals[0].reason
+
+
+def test_nothing_to_lower(bench):
+    graph = bench.make(lambda b, x: b.op("Add", x, x), {"x": (2,)})
+    assert bench.refusals(graph, Lower()) == []
+
+
+def test_no_composite_and_no_import_is_left(bench):
+    graph = composite(bench, "GeluGrad", {}, 2)
+    Lower(prefer="expansion")(graph.model)
+    assert "ortgraph" not in graph.graph.opset_imports
+    assert all(n.domain == "" for n in graph.graph)
+    assert {n.metadata_props["ortgraph.pass"] for n in graph.graph} == {"lower"}
+
+
+def test_float64_has_only_expansions(bench):
+    def body(b, x):
+        return b.op("Gelu", x, domain="ortgraph")
+
+    graph = bench.make(body, {"x": (2, 3)}, {"x": ir.DataType.DOUBLE})
+    outcome = Lower(prefer="runtime")(graph.model)
+    assert dict(outcome.counts) == {"Gelu.expansion": 1}
+    assert "float32 only" in outcome.refusals[0].reason
+
+
+@pytest.mark.parametrize(
+    ("domain", "op_type"), [("acme", "Secret"), ("com.microsoft", "LambOptimizer"), ("", "Nonsense")]
+)
+def test_unknown_operator_is_named(bench, domain, op_type):
+    def body(b, x):
+        return b.op(op_type, x, domain=domain, name="the_node")
+
+    graph = bench.make(body, {"x": (2,)})
+    with pytest.raises(UnsupportedError, match="the_node"):
+        Lower()(graph.model)
+
+
+def test_wrong_options():
+    model = ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": 18}), ir_version=10)
+    for options, word in (
+        ({"target": "tpu"}, "target"),
+        ({"prefer": "luck"}, "alternative"),
+        ({"table": "no.json"}, "no.json"),
+    ):
+        with pytest.raises(InputError, match=word):
+            Lower(**options)(model)
+
+
+def test_order_of_composites_does_not_depend_on_the_run(bench):
+    texts = set()
+    for _ in range(3):
+        graph = composite(bench, "SiluGrad", {}, 2)
+        Lower()(graph.model)
+        texts.add(graph.text())
+    assert len(texts) == 1
