@@ -7,7 +7,6 @@ import logging
 import onnx
 import onnx_ir as ir
 from onnx import shape_inference
-
 from ortgraph.ops.spec import spec_of
 
 logger = logging.getLogger(__name__)
@@ -17,18 +16,16 @@ _MAX_DATA = 1024  # elements of a constant that inference may look at (shapes, a
 def infer_node(node: ir.Node, opset_imports: dict[str, int]) -> bool:
     """Set dtype and shape of every output where a rule knows them. Returns whether all outputs are known."""
     rule = spec_of(node).infer
-    if rule is not None:
-        types = rule(node)
-    elif node.domain in ("", "ai.onnx"):
-        types = _standard(node, opset_imports)
-    else:
-        types = []
+    types = rule(node) if rule is not None else None
+    if types is None:  # no rule, or a rule that leaves this case to ONNX
+        types = _standard(node, opset_imports) if node.domain in ("", "ai.onnx") else []
     for output, typed in zip(node.outputs, types, strict=False):
         if typed is None:
             continue
         dtype, shape = typed
         output.dtype = dtype
-        output.shape = None if shape is None else ir.Shape(shape)
+        if shape is not None:
+            output.shape = ir.Shape(shape)
     return all(o.dtype is not None and o.shape is not None for o in node.outputs if o.name or o.uses())
 
 
