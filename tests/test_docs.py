@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+import ortgraph.manager  # noqa: F401 - registers further rules
 from ortgraph.graph import verify
 
 ROOT = pathlib.Path(__file__).parent.parent

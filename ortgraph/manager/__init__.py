@@ -1,5 +1,6 @@
 """Running passes: base classes, manager, text pipelines, registry, instruments, bisection."""
 
+from ortgraph.manager import rules as _rules  # noqa: F401 - registers verifier rules
 from ortgraph.manager.base import Changes, GraphPass, Outcome, Refusal
 from ortgraph.manager.pass_manager import PassManager, PassRecord, PipelineReport
 from ortgraph.manager.pattern import PatternPass, fusion
