@@ -1,0 +1,141 @@
+"""Reading ONNX forward models, and skeletons: models whose large weights are inputs, small enough for any tool."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+
+import onnx
+import onnx_ir as ir
+from onnx import shape_inference
+
+from ortgraph.errors import InputError
+
+_SMALL = 1024  # elements of an initializer that a skeleton keeps: shapes, axes, scales
+
+
+def read_model(source: str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model) -> ir.Model:
+    """A model of the caller's own to change: read from a file, serialized bytes, a proto or an ir.Model.
+
+    Raises:
+        InputError: The file is missing or not ONNX, the argument is of another type, or the model is invalid.
+    """
+    place = "the model"
+    try:
+        if isinstance(source, ir.Model):
+            model = source.clone()
+        elif isinstance(source, onnx.ModelProto):
+            model = ir.from_proto(source)
+        elif isinstance(source, bytes):
+            model = ir.from_proto(onnx.load_model_from_string(source))
+        elif isinstance(source, (str, os.PathLike)):
+            path = pathlib.Path(source)
+            place = str(path)
+            if not path.is_file():
+                raise InputError(f"{path}: no such file", "check the path")
+            model = ir.load(path)
+        else:
+            raise InputError(
+                f"from_onnx takes a path, bytes, onnx.ModelProto or onnx_ir.Model, not {type(source).__name__}",
+                "save the model as .onnx and give the path",
+            )
+        if not model.graph.outputs:
+            raise ValueError("the graph has no outputs")
+    except InputError:
+        raise
+    except Exception as error:  # noqa: BLE001 - protobuf and onnx_ir raise many types, each means "not ONNX"
+        raise InputError(
+            f"{place}: not a readable ONNX model ({error})", "give a file written by an ONNX exporter"
+        ) from error
+    _drop_overridable_initializers(model.graph)
+    check(model, place)
+    return model
+
+
+def check(model: ir.Model, place: str) -> None:
+    """Let the ONNX checker see the structure (weights left out).
+
+    Raises:
+        InputError: The checker refuses the model.
+    """
+    proto, _ = skeleton(model)
+    try:
+        onnx.checker.check_model(proto)
+    except onnx.checker.ValidationError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise InputError(f"{place}: the ONNX checker refuses the model: {reason}", "export it again") from error
+
+
+def _drop_overridable_initializers(graph: ir.Graph) -> None:
+    """Old files (IR 3) list every initializer among the inputs as well."""
+    kept = [v for v in graph.inputs if v.name not in graph.initializers]
+    if len(kept) != len(graph.inputs):
+        graph.inputs[:] = kept
+
+
+def skeleton(model: ir.Model, lift: Sequence[str] = ()) -> tuple[onnx.ModelProto, dict[str, ir.TensorProtocol]]:
+    """A proto whose large initializers (and those named in ``lift``) are graph inputs, and their tensors by name."""
+    twin = model.clone()
+    graph = twin.graph
+    lifted: dict[str, ir.TensorProtocol] = {}
+    for name, value in list(graph.initializers.items()):
+        tensor = value.const_value
+        if tensor is None or (tensor.size <= _SMALL and name not in lift):
+            continue
+        lifted[name] = tensor
+        del graph.initializers[name]
+        value.const_value = None
+        value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape)
+        graph.inputs.append(value)
+    return ir.serde.serialize_model(twin), lifted
+
+
+def restore(proto: onnx.ModelProto, lifted: Mapping[str, ir.TensorProtocol]) -> ir.Model:
+    """The model of a skeleton, with its weights put back as initializers."""
+    model = ir.from_proto(proto)
+    graph = model.graph
+    inputs = {v.name: v for v in graph.inputs}
+    graph.inputs[:] = [v for v in graph.inputs if v.name not in lifted]
+    for name, tensor in lifted.items():
+        value = inputs[name]
+        value.const_value = tensor
+        graph.register_initializer(value)
+    return model
+
+
+def infer_forward(model: ir.Model) -> None:
+    """Record the type and shape of every value of a forward graph, with constant and shape data propagated."""
+    proto, _ = skeleton(model)
+    del proto.graph.value_info[:]
+    try:
+        inferred = shape_inference.infer_shapes(proto, data_prop=True)
+    except shape_inference.InferenceError as error:
+        raise InputError(f"shapes of the model contradict each other: {error}", "export it again") from error
+    types = {v.name: v for v in (*inferred.graph.value_info, *inferred.graph.output)}
+    for node in model.graph:
+        for value in node.outputs:
+            info = types.get(value.name or "")
+            if info is not None:
+                copy_type(value, info)
+
+
+def copy_type(value: ir.Value, info: onnx.ValueInfoProto) -> None:
+    """Record on ``value`` what ``info`` knows; a known dimension is never forgotten."""
+    made = ir.serde.deserialize_value_info_proto(info, None)
+    if made.type is not None:
+        value.type = made.type
+    if made.shape is None:
+        return
+    if value.shape is None or len(value.shape) != len(made.shape):
+        value.shape = ir.Shape(made.shape)
+        return
+    value.shape = ir.Shape([_better(new, old) for new, old in zip(made.shape, value.shape, strict=True)])
+
+
+def _better(new: int | ir.SymbolicDim, old: int | ir.SymbolicDim) -> int | ir.SymbolicDim:
+    if isinstance(new, int):
+        return new
+    if isinstance(old, int) or new.value is None:
+        return old
+    return new

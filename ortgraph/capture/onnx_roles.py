@@ -1,0 +1,147 @@
+"""Which initializers of a forward model are weights, which are buffers, and which stay constants."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import fnmatch
+import logging
+import warnings
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from ortgraph.errors import InputError
+
+logger = logging.getLogger(__name__)
+
+# Inputs along which no gradient flows: shapes, axes, bounds, statistics. None stands for "every input from here on".
+NO_GRADIENT_INPUTS: dict[str, tuple[int, ...]] = {
+    "BatchNormalization": (3, 4),
+    "Clip": (1, 2),
+    "ConstantOfShape": (0,),
+    "CumSum": (1,),
+    "Dropout": (1, 2),
+    "Expand": (1,),
+    "Gather": (1,),
+    "GatherElements": (1,),
+    "GatherND": (1,),
+    "OneHot": (0, 1, 2),
+    "Pad": (1, 2, 3),
+    "Range": (0, 1, 2),
+    "ReduceL1": (1,),
+    "ReduceL2": (1,),
+    "ReduceLogSum": (1,),
+    "ReduceLogSumExp": (1,),
+    "ReduceMax": (1,),
+    "ReduceMean": (1,),
+    "ReduceMin": (1,),
+    "ReduceProd": (1,),
+    "ReduceSum": (1,),
+    "ReduceSumSquare": (1,),
+    "Reshape": (1,),
+    "Resize": (1, 2, 3),
+    "ScatterElements": (1,),
+    "ScatterND": (1,),
+    "Slice": (1, 2, 3, 4),
+    "SoftmaxCrossEntropyLoss": (1, 2),
+    "NegativeLogLikelihoodLoss": (1, 2),
+    "Split": (1,),
+    "Squeeze": (1,),
+    "Tile": (1,),
+    "TopK": (1,),
+    "Trilu": (1,),
+    "Unsqueeze": (1,),
+    "Where": (0,),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Roles:
+    """Roles of the float initializers of a forward graph, by original name, in graph order.
+
+    Attributes:
+        trainable: Weights to differentiate by.
+        frozen: Weights that stay as they are.
+        buffers: Running statistics of BatchNormalization.
+    """
+
+    trainable: tuple[str, ...]
+    frozen: tuple[str, ...]
+    buffers: tuple[str, ...]
+
+
+def assign_roles(graph: ir.Graph, trainable: Sequence[str] | None) -> Roles:
+    """Split the float initializers into weights and buffers.
+
+    A weight is a float initializer that some node reads along a differentiable input. Scalars (rank 0) are weights
+    only when named: exporters keep constants such as the 2 of a square there. Everything else (integers, shapes,
+    bounds, scales) stays a constant of the graph.
+
+    Args:
+        graph: The forward graph, functions inlined.
+        trainable: Names or fnmatch patterns; None trains every weight.
+
+    Raises:
+        InputError: A name or pattern fits no weight.
+    """
+    buffers = _statistics(graph)
+    weights, scalars = [], []
+    for name, value in graph.initializers.items():
+        if value.dtype is None or not value.dtype.is_floating_point() or name in buffers or not _is_weight(value):
+            continue
+        (weights if value.shape is not None and len(value.shape) else scalars).append(name)
+    if trainable is None:
+        return Roles(tuple(weights), (), tuple(buffers))
+    chosen = _choose(graph, trainable, weights, scalars, buffers)
+    order = [n for n in graph.initializers if n in chosen]
+    return Roles(tuple(order), tuple(n for n in weights if n not in chosen), tuple(buffers))
+
+
+def _statistics(graph: ir.Graph) -> dict[str, None]:
+    found: dict[str, None] = {}
+    for node in graph:
+        if node.op_type in ("BatchNormalization", "BatchNormInternal"):
+            for value in node.inputs[3:5]:
+                if value is not None and value.is_initializer():
+                    found[value.name or ""] = None
+    return found
+
+
+def _is_weight(value: ir.Value) -> bool:
+    return any(use.idx not in NO_GRADIENT_INPUTS.get(use.node.op_type, ()) for use in value.uses())
+
+
+def _choose(
+    graph: ir.Graph, wanted: Sequence[str], weights: list[str], scalars: list[str], buffers: dict[str, None]
+) -> set[str]:
+    if isinstance(wanted, str):
+        raise InputError(f"trainable={wanted!r} is a string", f"give a list: trainable=[{wanted!r}]")
+    chosen: set[str] = set()
+    named = {*weights, *scalars}
+    for pattern in wanted:
+        hits = [pattern] if pattern in named else fnmatch.filter(weights, pattern)
+        chosen.update(hits)
+        if not hits:
+            _explain_miss(graph, pattern, weights, buffers)
+    return chosen
+
+
+def _explain_miss(graph: ir.Graph, pattern: str, weights: list[str], buffers: dict[str, None]) -> None:
+    """Say why an existing initializer is not trained; refuse a name that does not exist."""
+    found = [pattern] if pattern in graph.initializers else fnmatch.filter(graph.initializers, pattern)
+    if not found:
+        close = difflib.get_close_matches(pattern, weights, n=3, cutoff=0.4)
+        some = ", ".join(weights[:8]) + ", ..." * (len(weights) > 8)
+        raise InputError(
+            f"trainable: {pattern!r} names no weight of the model",
+            f"close: {', '.join(close)}" if close else f"the weights are {some or 'none'}",
+        )
+    for name in found:
+        dtype = graph.initializers[name].dtype
+        if name in buffers:
+            logger.info("%s is a running statistic: the step updates it, the optimizer does not", name)
+        elif dtype is not None and not dtype.is_floating_point():
+            logger.info("%s holds %s values and stays frozen", name, dtype.short_name())
+        else:
+            warnings.warn(f"{name} is read by nothing that a gradient flows through: it is not trained", stacklevel=5)
