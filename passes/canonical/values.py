@@ -162,7 +162,8 @@ class Edit:
 
     def constant(self, array: np.ndarray | ir.TensorProtocol, name: str) -> ir.Value:
         """Register a constant under a name that is free."""
-        tensor = ir.tensor(array, name=name) if isinstance(array, np.ndarray) else array
+        tensor = ir.tensor(array) if isinstance(array, np.ndarray) else array
+        tensor.name = name
         value = ir.Value(name=name, shape=ir.Shape(tensor.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
         self.graph.register_initializer(value)
         return value
@@ -172,10 +173,10 @@ def refine(kept: ir.Value, other: ir.Value) -> None:
     """Record on ``kept``, a node's output, the type and shape of an equal value where it has none."""
     if kept.producer() is None:
         return
-    if kept.type is None:
-        kept.type = other.type
-    if dims(kept) is None and dims(other) is not None:
-        kept.shape = other.shape
+    if kept.dtype is None and other.dtype is not None:
+        kept.dtype = other.dtype
+    if dims(kept) is None and other.shape is not None and dims(other) is not None:
+        kept.shape = other.shape.copy()
 
 
 def _reads(node: ir.Node) -> Iterator[ir.Value]:
