@@ -46,7 +46,7 @@ class Builder:
         """A node with ``outputs`` outputs. Attributes that are None are left out."""
         attributes = {k: v for k, v in attributes.items() if v is not None}
         base = name or op_type.lower()
-        node = ir.node(op_type, list(inputs), attributes, domain=domain, num_outputs=outputs, name=self.names.fresh(base))
+        node = ir.node(op_type, list(inputs), attributes, domain=domain, num_outputs=outputs, name=self.names.fresh_node(base))
         for output in node.outputs:
             output.name = self.names.fresh(base)
         stamp(node, self.by, self.origins)

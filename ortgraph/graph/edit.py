@@ -17,27 +17,37 @@ class Names:
     """Fresh value and node names in one graph. Build one per edit session: it reads the graph once."""
 
     def __init__(self, graph: ir.Graph) -> None:
-        self._taken: set[str] = set()
+        self._taken: set[str] = {""}
+        self._nodes: set[str] = {""}
         for value in (*graph.inputs, *graph.initializers.values()):
             self._taken.add(value.name or "")
         for node in graph.all_nodes():
-            self._taken.add(node.name or "")
+            self._nodes.add(node.name or "")
             self._taken.update(o.name or "" for o in node.outputs)
             for attribute in node.attributes.values():
                 if attribute.type == ir.AttributeType.GRAPH:
                     body = attribute.as_graph()
                     self._taken.update(v.name or "" for v in (*body.inputs, *body.initializers.values()))
         self._next: dict[str, int] = {}
+        self._next_node: dict[str, int] = {}
 
     def fresh(self, base: str) -> str:
-        """``base`` if it is free, else ``base.1``, ``base.2``, ..."""
-        name, n = base, self._next.get(base, 0)
-        while name in self._taken or not name:
-            n += 1
-            name = f"{base}.{n}"
-        self._next[base] = n
-        self._taken.add(name)
-        return name
+        """A free value name: ``base``, else ``base.1``, ``base.2``, ..."""
+        return _free(base, self._taken, self._next)
+
+    def fresh_node(self, base: str) -> str:
+        """A free node name; nodes and values have names of their own."""
+        return _free(base, self._nodes, self._next_node)
+
+
+def _free(base: str, taken: set[str], following: dict[str, int]) -> str:
+    name, n = base, following.get(base, 0)
+    while name in taken:
+        n += 1
+        name = f"{base}.{n}"
+    following[base] = n
+    taken.add(name)
+    return name
 
 
 def stamp(node: ir.Node, by: str, origins: Iterable[ir.Node] = ()) -> None:

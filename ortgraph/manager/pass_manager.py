@@ -156,14 +156,15 @@ class PassManager:
         moves = isinstance(p, GraphPass) and p.sets_stage is not None
         rules.verify(graph, self.verify, by=name)
         changed = text_hash(graph) != before[0]
-        if not isinstance(p, GraphPass):
+        if moves or not isinstance(p, GraphPass):
             # Foreign passes count metadata and names as change; the record tells what a runtime sees.
-            outcome.modified, outcome.counts = changed, {"modified": 1} if changed else {}
+            outcome.modified = changed
         elif changed and not outcome.modified:
             raise PassError(f"pass {name} changed the graph and says that it did not", "count every change")
-        elif outcome.modified and not changed and not moves:
+        elif outcome.modified and not changed:
             raise PassError(f"pass {name} says that it changed the graph and did not", "count changes, not candidates")
-        rules.compare(before[1], rules.fingerprint(graph, draw_identity), name, moves_stage=moves)
+        binds = getattr(p, "binds_inputs", False)
+        rules.compare(before[1], rules.fingerprint(graph, draw_identity), name, moves_stage=moves, binds_inputs=binds)
 
 
 def _call(p: ir.passes.PassBase, graph: TrainingGraph, name: str) -> Outcome:

@@ -19,7 +19,8 @@ def test_fresh_names_avoid_every_kind_of_name():
     node.outputs[0].name = "3"
     graph.append(node)
     names = Names(graph)
-    assert [names.fresh(n) for n in ("1", "2", "3", "3", "4", "")] == ["1.1", "2.1", "3.1", "3.2", "4", ".1"]
+    assert [names.fresh(n) for n in ("1", "2", "3", "3", "4", "")] == ["1.1", "2", "3.1", "3.2", "4", ".1"]
+    assert [names.fresh_node(n) for n in ("1", "2", "2", "")] == ["1", "2.1", "2.2", ".1"]
 
 
 def test_replaced_output_keeps_its_name(linear_graph):
