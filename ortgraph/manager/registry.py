@@ -111,6 +111,11 @@ def _is_plugin_pass(item: object, module: str) -> bool:
     return isinstance(item, type) and issubclass(item, GraphPass) and item.__module__ == module and bool(item.name)
 
 
+def preset_names() -> tuple[str, ...]:
+    """Names of the preset pipelines, sorted."""
+    return tuple(sorted(importlib.import_module(PRESETS).PRESETS))
+
+
 def preset(name: str, **options: object) -> tuple[ir.passes.PassBase, ...]:
     """A preset pipeline (``O0`` ... ``O3``) from ``ortgraph.passes.pipelines``.
 

@@ -1,0 +1,5 @@
+"""``python -m ortgraph`` is the ``ortgraph`` command."""
+
+from ortgraph.cli import main
+
+main()
