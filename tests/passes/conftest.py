@@ -97,7 +97,7 @@ class Workbench:
     def expose_each(
         self, make: Callable[[], TrainingGraph], a_pass: ir.passes.PassBase, tolerance: float = 2e-5
     ) -> list[tuple[str, dict[str, int]]]:
-        """Make each inner value a graph output in turn; results must stay right. Returns (operator, counts) per value."""
+        """Make each inner value a graph output in turn: results stay right. Returns (operator, counts) of each."""
         seen = []
         for i in range(make().node_count()):
             graph = make()
