@@ -24,6 +24,10 @@ TABLE: dict[str, str] = {
     "lower": "ortgraph.passes.lowering.lower:Lower",
     "plan-memory": "ortgraph.passes.memory.plan_memory:PlanMemory",
     "eliminate-dead-code": "ortgraph.passes.canonical.eliminate_dead_code:EliminateDeadCode",
+    "fuse-gemm-bias": "ortgraph.passes.fusion.gemm_bias:FuseGemmBias",
+    "fuse-matmul-transpose": "ortgraph.passes.fusion.matmul_transpose:FuseMatmulTranspose",
+    "fuse-matmul-scale": "ortgraph.passes.fusion.matmul_scale:FuseMatmulScale",
+    "fuse-weight-gradient": "ortgraph.passes.fusion.weight_gradient:FuseWeightGradient",
 }
 _plugins: dict[str, type[GraphPass]] = {}
 
