@@ -1,0 +1,1 @@
+"""Running training graphs: TrainingSession, the bound arena, runtime detection."""

@@ -1,0 +1,235 @@
+"""From a graph in a fixed order to a place for every value: the arena, an input's own memory, or the runtime's."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import onnx_ir as ir
+
+from ortgraph.analysis.liveness import Liveness, nbytes, values_read
+from ortgraph.errors import PlanError
+from ortgraph.graph.edit import static_shape
+from ortgraph.ops.spec import spec_of
+from ortgraph.plan.memory.best_fit import solve_best_fit
+from ortgraph.plan.memory.problem import Buffer, MemoryProblem
+from ortgraph.plan.memory.solution import MemorySolution
+from ortgraph.plan.memory.validate import validate
+
+logger = logging.getLogger(__name__)
+METADATA_KEY = "ortgraph.plan"
+VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where every value of a program lives.
+
+    Attributes:
+        offsets: Arena offset by value name; aliases and in-place results share the offset of their storage.
+        at_input: Graph input whose memory a value uses, by value name: aliases of inputs, and updates written
+            straight over the old value.
+        copies: (input, output) updates that are copied after the run, since writing them in place is not safe.
+        unbound: Values without a static size; the runtime allocates them.
+        in_place: Value written over another one, by name of the new value.
+        problem: The placement problem that was solved.
+        solution: Its solution.
+    """
+
+    offsets: Mapping[str, int]
+    at_input: Mapping[str, str]
+    copies: tuple[tuple[str, str], ...]
+    unbound: tuple[str, ...]
+    in_place: Mapping[str, str]
+    problem: MemoryProblem
+    solution: MemorySolution
+
+    def to_json(self, program: str) -> str:
+        """The plan as stored in a model's metadata, under METADATA_KEY."""
+        return json.dumps(
+            {
+                "version": VERSION,
+                "program": program,
+                "arena_bytes": self.solution.arena_bytes,
+                "max_load_bytes": self.solution.bound,
+                "solver": self.solution.solver,
+                "offsets": {b.name: self.offsets[b.name] for b in self.problem.buffers},
+                "in_place": dict(self.in_place),
+                "at_input": dict(self.at_input),
+            },
+            separators=(",", ":"),
+        )
+
+
+def place_values(
+    graph: ir.Graph,
+    order: Sequence[ir.Node],
+    wanted: Collection[ir.Value],
+    pairs: Iterable[tuple[ir.Value, ir.Value]],
+    known: Mapping[str, int] | None = None,
+) -> Placement:
+    """Decide in-place updates, in-place operators and arena offsets.
+
+    Args:
+        graph: The graph; shapes static where values are to be placed.
+        order: The order of execution.
+        wanted: Values read after the run.
+        pairs: (input, new value) of everything that the run replaces; the new values are among ``wanted``.
+        known: Offsets by storage name of an earlier plan of the same program; used if they fit and are valid.
+
+    Raises:
+        PlanError: The solver's result is invalid (a defect).
+    """
+    live = Liveness(graph, order, wanted)
+    at_input = {v: root for root in live.persistent for v in live.members(root) if v is not root}
+    copies = _place_updates(live, pairs, at_input)
+    merged, last, in_place = _reuse_inputs(live, at_input)
+    buffers, unbound = [], []
+    members: dict[ir.Value, list[ir.Value]] = {}
+    for storage in live.storages():
+        if storage in at_input:
+            continue
+        head = merged.get(storage, storage)
+        members.setdefault(head, []).extend(live.members(storage))
+    for head, values in members.items():
+        size = nbytes(head)
+        if size is None:
+            unbound += [v.name or "" for v in values]
+            continue
+        buffers.append(Buffer(head.name or "", live.born(head), last[head] + 1, size))
+    problem = MemoryProblem(tuple(buffers))
+    solution = _stored_solution(problem, known) or solve_best_fit(problem)
+    validate(problem, solution)
+    offsets = {
+        v.name or "": solution.offsets[head.name or ""]
+        for head, values in members.items()
+        if head.name in solution.offsets
+        for v in values
+    }
+    return Placement(
+        offsets,
+        {v.name or "": i.name or "" for v, i in at_input.items()},
+        tuple((i.name or "", v.name or "") for i, v in copies),
+        tuple(unbound),
+        {o.name or "": i.name or "" for o, i in in_place.items()},
+        problem,
+        solution,
+    )
+
+
+def _stored_solution(problem: MemoryProblem, known: Mapping[str, int] | None) -> MemorySolution | None:
+    if known is None or {b.name for b in problem.buffers} != set(known):
+        return None
+    total = max((known[b.name] + problem.aligned(b) for b in problem.buffers), default=0)
+    solution = MemorySolution(dict(known), total, problem.max_load(), "stored plan", 0.0)
+    try:
+        validate(problem, solution)
+    except PlanError as error:
+        logger.warning("the stored memory plan does not fit the graph (%s); planning anew", error)
+        return None
+    return solution
+
+
+def _place_updates(
+    live: Liveness, pairs: Iterable[tuple[ir.Value, ir.Value]], at_input: dict[ir.Value, ir.Value]
+) -> list[tuple[ir.Value, ir.Value]]:
+    """Put each update over the value that it replaces where the order makes that safe; return the others."""
+    copies = []
+    for old, new in pairs:
+        storage = live.storage(new)
+        if (
+            new in live.constants
+            or storage in live.persistent
+            or storage in at_input
+            or not _may_overwrite(live, old, storage)
+        ):
+            copies.append((old, new))
+            continue
+        at_input.update((v, old) for v in live.members(storage))
+    return copies
+
+
+def _may_overwrite(live: Liveness, old: ir.Value, new: ir.Value) -> bool:
+    """Whether storage ``new`` may be written over graph input ``old``: nothing reads the old bytes at or after that."""
+    size = nbytes(old)
+    if size is None or size != nbytes(new) or old.dtype != new.dtype:
+        return False
+    if any(v in live.wanted for v in live.members(old)):
+        return False
+    writer = live.born(new)
+    readers = live.reading_steps(old)
+    if any(t > writer for t in readers):
+        return False
+    if writer not in readers:
+        return True
+    return _kernel_may_overwrite(live, live.order[writer], old, new)
+
+
+def _kernel_may_overwrite(live: Liveness, node: ir.Node, old: ir.Value, new: ir.Value) -> bool:
+    """Whether the node's kernel may write ``new`` while it reads storage ``old``, by the operator table."""
+    pairs = {i for i, o in spec_of(node).inplace if o == new.index()}
+    direct = [i for i, v in enumerate(node.inputs) if v is not None and live.storage(v) is old]
+    captured = sum(1 for v in values_read(node) if live.storage(v) is old) > len(direct)
+    if captured or not direct:
+        return False
+    same = all(static_shape(node.inputs[i]) == static_shape(new) and node.inputs[i].dtype == new.dtype for i in direct)  # type: ignore[arg-type,union-attr]
+    return same and all(i in pairs for i in direct)
+
+
+def _reuse_inputs(
+    live: Liveness, at_input: Mapping[ir.Value, ir.Value]
+) -> tuple[dict[ir.Value, ir.Value], dict[ir.Value, int], dict[ir.Value, ir.Value]]:
+    """Let nodes write over inputs that die with them. Returns (storage to shared storage, last step, in-place map)."""
+    merged: dict[ir.Value, ir.Value] = {}
+    last = {s: live.last(s) for s in live.storages() if s not in at_input}
+    in_place: dict[ir.Value, ir.Value] = {}
+    for t, node in enumerate(live.order):
+        taken: set[ir.Value] = set()
+        for i, o in spec_of(node).inplace:
+            source = node.inputs[i] if i < len(node.inputs) else None
+            result = node.outputs[o] if o < len(node.outputs) else None
+            if (
+                source is None
+                or result is None
+                or result in in_place
+                or live.storage(result) is not result
+                or result not in last
+            ):
+                continue
+            head = merged.get(live.storage(source), live.storage(source))
+            if (
+                head not in last
+                or head in taken
+                or last[head] != t
+                or nbytes(result) is None
+                or nbytes(result) != nbytes(head)
+            ):
+                continue
+            if not _reads_only(live, node, merged, head, result):
+                continue
+            merged[result] = head
+            last[head] = max(t, last[result])
+            in_place[result] = source
+            taken.add(head)
+    return merged, last, in_place
+
+
+def _reads_only(
+    live: Liveness, node: ir.Node, merged: Mapping[ir.Value, ir.Value], head: ir.Value, result: ir.Value
+) -> bool:
+    """Whether every read of the shared storage by this node may be overwritten by ``result``."""
+    pairs = {i for i, o in spec_of(node).inplace if o == result.index()}
+
+    def shares(value: ir.Value) -> bool:
+        storage = live.storage(value)
+        return merged.get(storage, storage) is head
+
+    direct = [i for i, v in enumerate(node.inputs) if v is not None and shares(v)]
+    if sum(1 for v in values_read(node) if shares(v)) > len(direct):
+        return False
+    shape = static_shape(result)
+    return all(
+        i in pairs and static_shape(node.inputs[i]) == shape and node.inputs[i].dtype == result.dtype for i in direct
+    )  # type: ignore[arg-type,union-attr]

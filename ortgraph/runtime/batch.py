@@ -1,0 +1,125 @@
+"""What a user feeds: a dict or tuple of numpy arrays or torch tensors, checked against the graph's data inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from ortgraph.errors import BatchError
+
+Batch = Mapping[str, Any] | Sequence[Any]
+# Casts that lose nothing. Anything else changes values or meaning without being asked.
+_WIDENING = {
+    ("i", "i"), ("u", "u"), ("u", "i"), ("b", "b"), ("f", "f"),
+}  # fmt: skip
+
+
+def to_numpy(name: str, item: Any) -> np.ndarray:
+    """A numpy array (shared where possible) of an array, a torch tensor, a list or a number.
+
+    Raises:
+        BatchError: The item is none of these.
+    """
+    if isinstance(item, np.ndarray):
+        return item
+    if hasattr(item, "detach") and hasattr(item, "cpu"):
+        item = item.detach().cpu()
+        try:
+            return item.numpy()
+        except (TypeError, RuntimeError) as error:
+            raise BatchError(
+                f"input {name!r}: the tensor has no numpy form ({error})", "pass float32, int64 or bool"
+            ) from error
+    array = np.asarray(item)
+    if array.dtype == object:
+        raise BatchError(
+            f"input {name!r} is {type(item).__name__}, not a tensor", "pass a numpy array or a torch tensor"
+        )
+    return array
+
+
+def named(batch: Batch, names: Sequence[str]) -> dict[str, np.ndarray]:
+    """The batch by input name. A tuple is taken in the order of the graph's inputs.
+
+    Raises:
+        BatchError: Inputs are missing or unknown, or an item is no tensor.
+    """
+    if not isinstance(batch, Mapping):
+        items = list(batch) if isinstance(batch, (tuple, list)) else [batch]
+        if len(items) != len(names):
+            raise BatchError(
+                f"the batch has {len(items)} items, the graph has {len(names)} inputs", f"give {_listed(names)}"
+            )
+        batch = dict(zip(names, items, strict=True))
+    missing = [n for n in names if n not in batch]
+    extra = [str(n) for n in batch if n not in names]
+    if missing or extra:
+        parts = [f"no {_listed(missing)}"] * bool(missing) + [f"unknown {_listed(extra)}"] * bool(extra)
+        raise BatchError(f"the batch does not fit the graph's inputs: {'; '.join(parts)}", f"give {_listed(names)}")
+    return {n: to_numpy(n, batch[n]) for n in names}
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(repr(n) for n in names)
+
+
+def check_dtype(name: str, array: np.ndarray, want: np.dtype) -> None:
+    """Raise BatchError unless the array has the dtype or one that converts to it without loss.
+
+    int32 for an int64 input, float16 for float32 and the like are converted while they are copied. float64 for
+    float32, int64 for int32, integers for floats and the reverse are errors.
+    """
+    have = array.dtype
+    if have == want:
+        return
+    widening = (have.kind, want.kind) in _WIDENING and np.can_cast(have, want, casting="safe")
+    if not widening:
+        raise BatchError(
+            f"input {name!r} has dtype {have}, the graph wants {want}",
+            f"convert it yourself: batch[{name!r}].astype('{want}')",
+        )
+
+
+def bind_dims(name: str, array: np.ndarray, value: ir.Value, dims: dict[str, int]) -> None:
+    """Check the array's shape against the input's and add the sizes of its named dimensions to ``dims``.
+
+    Raises:
+        BatchError: The rank or a size differs, or a named dimension has two sizes.
+    """
+    shape = value.shape
+    if shape is None:
+        return
+    if array.ndim != len(shape):
+        raise BatchError(
+            f"input {name!r} has shape {list(array.shape)}, the graph wants {_text(shape)}", "add or drop dimensions"
+        )
+    for axis, (have, want) in enumerate(zip(array.shape, shape, strict=True)):
+        if isinstance(want, int):
+            if have != want:
+                raise BatchError(
+                    f"input {name!r} has shape {list(array.shape)}, the graph wants {_text(shape)}",
+                    "feed that shape, or capture with dynamic= so that other sizes run",
+                )
+        elif want.value is not None and want.value.isidentifier() and dims.setdefault(want.value, have) != have:
+            raise BatchError(
+                f"dimension {want.value!r} is {have} in input {name!r} (axis {axis}) and {dims[want.value]} in another",
+                "give inputs of one batch the same size",
+            )
+
+
+def check_bound(name: str, array: np.ndarray, value: ir.Value, dims: Mapping[str, int]) -> None:
+    """Check the dimensions that are expressions (``2*batch``) once the named ones are known."""
+    for have, want in zip(array.shape, value.shape or (), strict=False):
+        size = want if isinstance(want, int) else want.evaluate(dims)
+        if isinstance(size, int) and size != have:
+            raise BatchError(
+                f"input {name!r} has shape {list(array.shape)}, the graph wants {_text(value.shape)} with {dict(dims)}",
+                "feed that shape",
+            )
+
+
+def _text(shape: ir.Shape | None) -> str:
+    return "[" + ", ".join(str(d) for d in shape or ()) + "]"

@@ -1,0 +1,148 @@
+"""Checkpoints: a folder with ``values.safetensors`` and ``checkpoint.json``, written and read as one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from ortgraph.errors import BatchError, InputError
+from ortgraph.runtime.batch import to_numpy
+
+VERSION = 1
+VALUES, RECORD = "values.safetensors", "checkpoint.json"
+
+
+def save(folder: str | os.PathLike[str], values: Mapping[str, np.ndarray], extra: Mapping[str, Any]) -> pathlib.Path:
+    """Write a checkpoint folder. A reader sees the old or the new one, never a mixture.
+
+    Args:
+        folder: Made, or replaced when it is a checkpoint (or empty). Its parent folder must exist.
+        values: Arrays by name.
+        extra: Further facts, kept as JSON.
+
+    Raises:
+        InputError: ``folder`` is something else, or its parent does not exist.
+    """
+    folder = pathlib.Path(folder)
+    if not folder.absolute().parent.is_dir():
+        raise InputError(f"{folder.absolute().parent}: no such folder", "make the folder first")
+    if folder.exists() and not _replaceable(folder):
+        raise InputError(f"{folder} exists and is no checkpoint", "choose another folder")
+    made = pathlib.Path(tempfile.mkdtemp(dir=folder.absolute().parent, prefix=f".{folder.name}-"))
+    try:
+        safetensors.numpy.save_file({k: np.ascontiguousarray(v) for k, v in values.items()}, made / VALUES)
+        record = {"version": VERSION, "sha256": _digest(made / VALUES), **extra}
+        (made / RECORD).write_text(json.dumps(record, indent=1, sort_keys=True))
+        _swap(made, folder)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    return folder
+
+
+def _replaceable(folder: pathlib.Path) -> bool:
+    return folder.is_dir() and {p.name for p in folder.iterdir()} in (set(), {VALUES, RECORD})
+
+
+def _swap(made: pathlib.Path, folder: pathlib.Path) -> None:
+    made.chmod(0o755)
+    if not folder.exists():
+        made.rename(folder)
+        return
+    old = pathlib.Path(tempfile.mkdtemp(dir=folder.absolute().parent, prefix=f".{folder.name}-old-"))
+    os.replace(folder, old)
+    made.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _digest(path: pathlib.Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for block in iter(lambda: file.read(1 << 20), b""):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def load(folder: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Read a checkpoint folder: (values, extra facts).
+
+    Raises:
+        InputError: The folder is missing, incomplete, damaged, or of another version.
+    """
+    folder = pathlib.Path(folder)
+    if not (folder / RECORD).is_file() or not (folder / VALUES).is_file():
+        raise InputError(
+            f"{folder}: not a checkpoint ({RECORD} and {VALUES} are needed)", "give a folder that save_checkpoint wrote"
+        )
+    try:
+        record = json.loads((folder / RECORD).read_text())
+        version, wanted = record.pop("version"), record.pop("sha256")
+        record["steps"], record["scalars"]  # noqa: B018 - both must be there
+    except (ValueError, KeyError, AttributeError) as error:
+        raise InputError(f"{folder / RECORD} does not parse ({error})", "use another checkpoint") from error
+    if version != VERSION:
+        raise InputError(
+            f"{folder}: checkpoint version {version}, this release reads {VERSION}", "use the ortgraph that wrote it"
+        )
+    if _digest(folder / VALUES) != wanted:
+        raise InputError(f"{folder / VALUES} is damaged (its checksum differs)", "use another checkpoint")
+    try:
+        return safetensors.numpy.load_file(folder / VALUES), record
+    except (safetensors.SafetensorError, OSError, ValueError) as error:
+        raise InputError(f"{folder / VALUES} does not load ({error})", "use another checkpoint") from error
+
+
+def check_names(where: str, own: Iterable[str], given: Iterable[str]) -> None:
+    """Raise InputError unless both have the same names; the message lists what is missing and unknown."""
+    own, given = set(own), set(given)
+    parts = []
+    if own - given:
+        parts.append(f"missing {_some(own - given)}")
+    if given - own:
+        parts.append(f"unknown {_some(given - own)}")
+    if parts:
+        raise InputError(
+            f"{where} does not fit the graph: {'; '.join(parts)}", "use the values of this model and optimizer"
+        )
+
+
+def _some(names: set[str]) -> str:
+    shown = ", ".join(repr(n) for n in sorted(names)[:5])
+    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown
+
+
+def assign(where: str, targets: Sequence[tuple[str, np.ndarray]], given: Mapping[str, object]) -> None:
+    """Copy values into buffers, all or nothing. Several names of one buffer (tied) must hold equal values.
+
+    Raises:
+        InputError: A shape or dtype differs, or tied names disagree.
+    """
+    arrays, seen = [], {}
+    for name, buffer in targets:
+        try:
+            array = to_numpy(name, given[name])
+        except BatchError as error:
+            raise InputError(f"{where}: {error.what}", error.hint) from error
+        if array.shape != buffer.shape or array.dtype != buffer.dtype:
+            raise InputError(
+                f"{where}: {name!r} is {array.dtype}{list(array.shape)}, "
+                f"the graph has {buffer.dtype}{list(buffer.shape)}",
+                "use the values of this model",
+            )
+        first = seen.setdefault(id(buffer), (name, array))
+        if first[1] is not array and not np.array_equal(first[1], array, equal_nan=array.dtype.kind == "f"):
+            raise InputError(
+                f"{where}: {first[0]!r} and {name!r} are one tied tensor but differ", "give both the same values"
+            )
+        arrays.append(array)
+    for (_, buffer), array in zip(targets, arrays, strict=True):
+        buffer[...] = array

@@ -1,0 +1,263 @@
+"""A program: the part of a training graph that some outputs need, ordered, placed, bound, in its own ORT session."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from ortgraph.analysis.liveness import values_read
+from ortgraph.errors import PlanError, RuntimeSetupError
+from ortgraph.graph import TrainingGraph, static_shape
+from ortgraph.plan.memory.placement import METADATA_KEY, Placement, place_values
+from ortgraph.plan.schedule import order_updates
+from ortgraph.runtime.arena import Memory
+from ortgraph.runtime.options import session_options
+
+logger = logging.getLogger(__name__)
+MAX_IR_VERSION = 10  # the newest that ONNX Runtime 1.19.2 reads
+
+
+def needed_nodes(graph: ir.Graph, wanted: Iterable[ir.Value]) -> list[ir.Node]:
+    """The nodes that the wanted values depend on, in graph order."""
+    seen: set[ir.Node] = set()
+    stack = [v.producer() for v in wanted]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        stack.extend(v.producer() for v in values_read(node))
+    return [node for node in graph if node in seen]
+
+
+def order_program(
+    graph: TrainingGraph, wanted: Sequence[ir.Value], pairs: Sequence[tuple[ir.Value, ir.Value]]
+) -> list[ir.Node]:
+    """The order of execution: the file's when the graph is planned, else with updates moved (order_updates)."""
+    nodes = needed_nodes(graph.graph, wanted)
+    if graph.stage == "planned" or not pairs:
+        return nodes
+    updates = {new for _, new in pairs}
+    signature = graph.signature
+    names = {signature.loss, *signature.outputs, *signature.gradients.values(), *signature.input_gradients.values()}
+    results = [v for v in graph.graph.outputs if v.name in names and v not in updates]
+    return order_updates(graph.graph, pairs, results, nodes)
+
+
+def stored_offsets(graph: TrainingGraph, program: str) -> Mapping[str, int] | None:
+    """The offsets that PlanMemory stored for this program, None when there are none."""
+    text = graph.model.metadata_props.get(METADATA_KEY)
+    if text is None:
+        return None
+    plan = json.loads(text)
+    return plan["offsets"] if plan.get("program") == program else None
+
+
+class Program:
+    """One way to run a graph: all memory bound once, nothing allocated at a run.
+
+    Args:
+        name: ``step``, ``accumulate``, ``gradients``, ``loss`` or ``evaluate``.
+        graph: Lowered, with static shapes. Not changed.
+        wanted: Names of the graph outputs to compute.
+        pairs: (input, output) names of what a run replaces; the outputs are among ``wanted``.
+        memory: The session's memory; persistent inputs are there already.
+        threads: Threads of one operator.
+        poison: Overwrite the arena before each run (debugging).
+
+    Raises:
+        PlanError: The graph and the request do not fit together.
+        RuntimeSetupError: ONNX Runtime refuses the graph.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        graph: TrainingGraph,
+        wanted: Sequence[str],
+        pairs: Sequence[tuple[str, str]],
+        memory: Memory,
+        threads: int | None = None,
+        poison: bool = False,
+        profile_prefix: str | None = None,
+    ) -> None:
+        start = time.perf_counter()
+        self.name, self._memory, self._poison = name, memory, poison
+        outputs = {v.name: v for v in graph.graph.outputs}
+        missing = [n for n in wanted if n not in outputs]
+        if missing:
+            raise PlanError(
+                f"program {name}: the graph has no output {missing[0]!r}", "check the signature (`ortgraph verify`)"
+            )
+        self._values: dict[str, ir.Value] = {n: outputs[n] for n in wanted}
+        inputs = {v.name: v for v in graph.graph.inputs}
+        value_pairs = [(inputs[i], outputs[o]) for i, o in pairs]
+        results = list(self._values.values())
+        self.order = order_program(graph, results, value_pairs)
+        self.placement: Placement = place_values(
+            graph.graph, self.order, results, value_pairs, stored_offsets(graph, name)
+        )
+        self._constants = {
+            n: v.const_value.numpy()
+            for n, v in self._values.items()
+            if v.const_value is not None and v.is_initializer()
+        }
+        computed = {o for node in self.order for o in node.outputs if o.name}
+        self._bound = [
+            v
+            for v in computed_in_order(self.order)
+            if v.name in self.placement.offsets or v.name in self.placement.at_input
+        ]
+        self._unbound = [n for n, v in self._values.items() if v in computed and n in self.placement.unbound]
+        self._input_values = _inputs_read(graph.graph, self.order)
+        self.inputs: dict[str, np.ndarray] = {}
+        for value in (*self._input_values, *(v for v in results if v.is_graph_input())):
+            self.inputs[value.name or ""] = self._input_buffer(value)
+        self._session = self._make_session(graph, threads, profile_prefix)
+        self._binding = None
+        self._generation = -1
+        logger.info(
+            "program %s: %d nodes, arena %.2f MB (max-load %.2f MB), %d in place, %d updates copied, planned in %.2f s",
+            name, len(self.order), self.arena_bytes / 1e6, self.placement.solution.bound / 1e6,
+            len(self.placement.in_place), len(self.placement.copies), time.perf_counter() - start,
+        )  # fmt: skip
+
+    @property
+    def arena_bytes(self) -> int:
+        return self.placement.solution.arena_bytes
+
+    @property
+    def max_load_bytes(self) -> int:
+        return self.placement.solution.bound
+
+    def _input_buffer(self, value: ir.Value) -> np.ndarray:
+        name = value.name or ""
+        if name in self._memory.persistent:
+            return self._memory.persistent[name]
+        shape = static_shape(value)
+        if shape is None or value.dtype is None:
+            raise PlanError(
+                f"program {self.name}: input %{name} has no static shape", "bind the symbolic dimensions first"
+            )
+        return self._memory.batch(name, value.dtype.numpy(), shape)
+
+    def _make_session(self, graph: TrainingGraph, threads: int | None, profile_prefix: str | None):
+        import onnxruntime as ort
+
+        if not self.order:
+            return None
+        extra = [self._values[n] for n in self._unbound]
+        model = program_model(graph.model, self.order, self._input_values, [*self._bound, *extra])
+        options = session_options(threads, profile_prefix)
+        try:
+            return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # noqa: BLE001 - the runtime's exception types are private; the cause is chained
+            raise RuntimeSetupError(
+                f"ONNX Runtime {ort.__version__} refuses program {self.name}: {error}",
+                "lower the graph for this runtime (target=...), or report the node",
+            ) from error
+
+    def _bind(self) -> None:
+        """Bind every input and every placed value at its address."""
+        arena = self._memory.arena
+        arena.ensure(self.arena_bytes)
+        binding = self._session.io_binding()
+        for value in self._input_values:
+            array = self.inputs[value.name or ""]
+            binding.bind_input(value.name, "cpu", 0, array.dtype, list(array.shape), array.ctypes.data)
+        for value in self._bound:
+            name = value.name or ""
+            at = self.placement.at_input.get(name)
+            address = arena.address + self.placement.offsets[name] if at is None else self._memory_of(at).ctypes.data
+            binding.bind_output(name, "cpu", 0, value.dtype.numpy(), list(static_shape(value) or ()), address)  # type: ignore[union-attr]
+        self._binding, self._generation = binding, arena.generation
+
+    def _memory_of(self, name: str) -> np.ndarray:
+        found = self.inputs.get(name)
+        return self._memory.persistent[name] if found is None else found
+
+    def run(self) -> None:
+        """Run once on what the input buffers hold, then copy the updates that could not be written in place."""
+        if self._session is not None:
+            if self._generation != self._memory.arena.generation or self._binding is None:
+                self._bind()
+            for name in self._unbound:
+                self._binding.bind_output(name, "cpu", 0)
+            if self._poison:
+                self._memory.arena.poison()
+            self._session.run_with_iobinding(self._binding)
+        staged = [(self._memory.persistent[old], self._source(new)) for old, new in self.placement.copies]
+        for target, source in staged:
+            target[...] = source
+
+    def _source(self, name: str) -> np.ndarray:
+        """What to copy; snapshotted when it lies in a buffer that another copy may overwrite."""
+        value = self.value(name)
+        return value.copy() if self._values[name].is_graph_input() or name in self.placement.at_input else value
+
+    def value(self, name: str) -> np.ndarray:
+        """A wanted output after a run: a view that the next run changes."""
+        value = self._values[name]
+        if name in self._constants:
+            return self._constants[name]
+        if value.is_graph_input():
+            return self._memory_of(name)
+        if name in self._unbound:
+            position = len(self._bound) + self._unbound.index(name)
+            return self._binding.get_outputs()[position].numpy()  # type: ignore[union-attr]
+        shape, dtype = static_shape(value) or (), value.dtype.numpy()  # type: ignore[union-attr]
+        at = self.placement.at_input.get(name)
+        if at is not None:
+            return self._memory_of(at).reshape(-1).view(dtype).reshape(shape)
+        return self._memory.arena.view(self.placement.offsets[name], dtype, shape)
+
+    def end_profiling(self) -> str:
+        """Path of ONNX Runtime's profile; only for a program made with a profile prefix."""
+        return self._session.end_profiling()
+
+
+def computed_in_order(order: Sequence[ir.Node]) -> list[ir.Value]:
+    """All named outputs of the nodes, in order."""
+    return [o for node in order for o in node.outputs if o.name]
+
+
+def _inputs_read(graph: ir.Graph, order: Sequence[ir.Node]) -> list[ir.Value]:
+    read = {v for node in order for v in values_read(node)}
+    return [v for v in graph.inputs if v in read and not v.is_initializer()]
+
+
+def program_model(
+    model: ir.Model, order: Sequence[ir.Node], inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]
+) -> onnx.ModelProto:
+    """The ONNX model that the runtime gets: nodes in order, every placed value an output with its type."""
+    proto = onnx.ModelProto(ir_version=min(model.ir_version, MAX_IR_VERSION), producer_name="ortgraph")
+    for domain, version in sorted(model.graph.opset_imports.items()):
+        proto.opset_import.append(onnx.helper.make_opsetid(domain, version))
+    graph = proto.graph
+    graph.name = model.graph.name or "program"
+    for node in order:
+        graph.node.append(ir.serde.serialize_node(node))
+        del graph.node[-1].metadata_props[:]
+    graph.input.extend(_value_info(v) for v in inputs)
+    graph.output.extend(_value_info(v) for v in outputs)
+    read = {v for node in order for v in values_read(node)}
+    for value in model.graph.initializers.values():
+        if value in read and value.const_value is not None:
+            tensor = ir.serde.serialize_tensor(value.const_value)
+            tensor.name = value.name or ""
+            graph.initializer.append(tensor)
+    for function in model.functions.values():
+        proto.functions.append(ir.serde.serialize_function(function))
+    return proto
+
+
+def _value_info(value: ir.Value) -> onnx.ValueInfoProto:
+    shape = static_shape(value)
+    dims = None if shape is None and value.shape is None else [d if isinstance(d, int) else None for d in value.shape]  # type: ignore[union-attr]
+    return onnx.helper.make_tensor_value_info(value.name or "", int(value.dtype or 0), dims)

@@ -1,0 +1,395 @@
+"""TrainingSession: runs a training graph of any stage, keeps parameters and states, and never allocates in a step."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import pathlib
+from collections import OrderedDict
+from collections.abc import Mapping
+
+import numpy as np
+
+from ortgraph.errors import BatchError, InputError, NonFiniteLossError
+from ortgraph.graph import Signature, TrainingGraph, static_shape
+from ortgraph.runtime import checkpoint, inference_export
+from ortgraph.runtime.arena import Memory
+from ortgraph.runtime.batch import Batch, bind_dims, check_bound, check_dtype, named
+from ortgraph.runtime.detect import detect_runtime
+from ortgraph.runtime.prepare import prepare
+from ortgraph.runtime.program import Program
+
+logger = logging.getLogger(__name__)
+MAX_SHAPES = 8  # shape keys whose programs are kept; the one unused for longest goes first
+_PER_RUN = ("random_step",)  # states that advance at every run that commits, not only at optimizer steps
+LEARNING_RATE = "learning_rate"
+
+
+class TrainingSession:
+    """Runs a training graph.
+
+    A graph that is not lowered yet is lowered first; one with symbolic dimensions is bound to the batch's shapes and
+    planned once per shape (kept for the 8 latest). The session copies the graph's values at the start and never
+    changes the graph.
+
+    Args:
+        graph: At any stage, of any origin.
+        threads: Threads of one operator; None means all processors of this process.
+        target: ``onnxruntime-training`` or ``onnxruntime``; None means the installed one.
+        check_finite: Raise NonFiniteLossError when a step's loss is NaN or infinite.
+        poison: Overwrite the arena before each run (debugging: reads of memory that was not written show).
+        profile_prefix: Write ONNX Runtime's profiles to files that start so; read them with ``end_profiling``.
+
+    Raises:
+        InputError: A parameter or buffer has no value, or its shape does not fit.
+        RuntimeSetupError: No, several or an unsupported ONNX Runtime.
+    """
+
+    def __init__(
+        self,
+        graph: TrainingGraph,
+        threads: int | None = None,
+        target: str | None = None,
+        check_finite: bool = True,
+        poison: bool = False,
+        profile_prefix: str | None = None,
+    ) -> None:
+        self.graph = graph
+        self.signature: Signature = graph.signature
+        self.target = target or detect_runtime().target
+        self.threads = threads
+        self.steps = 0
+        self._check_finite, self._poison, self._profile_prefix = check_finite, poison, profile_prefix
+        self._memory = Memory()
+        self._inputs = {v.name: v for v in graph.graph.inputs}
+        self._prepared: OrderedDict[tuple, TrainingGraph] = OrderedDict()
+        self._evaluation: OrderedDict[tuple, TrainingGraph] = OrderedDict()
+        self._programs: OrderedDict[tuple, Program] = OrderedDict()
+        self._evaluation_form: TrainingGraph | None = None
+        self._load_values(graph)
+
+    # -- running ------------------------------------------------------------------------------------------------
+
+    def step(self, batch: Batch, learning_rate: float | None = None) -> float:
+        """Forward, backward and update in one run. Returns the loss before the update.
+
+        Parameters are updated while the graph runs, so a non-finite loss is found after the fact: load a checkpoint.
+
+        Args:
+            batch: Dict by input name, or tuple in the order of the graph's inputs; numpy arrays or torch tensors. It
+                is copied: the caller may reuse its memory.
+            learning_rate: From now on; None keeps the last one (at first the optimizer's).
+
+        Raises:
+            InputError: The graph has no optimizer.
+            BatchError: The batch does not fit the graph's inputs.
+            NonFiniteLossError: The loss is NaN or infinite.
+        """
+        self._require_optimizer("step")
+        if learning_rate is not None:
+            self.learning_rate = learning_rate
+        self._set_seed(1.0 / self.accumulation_steps)
+        program = self._ready("step", batch)
+        program.run()
+        for state in self.signature.states:
+            if state.kind == "accumulator":
+                self._memory.persistent[state.input].fill(0)
+        self.steps += 1
+        loss = float(program.value(self.signature.loss))
+        if self._check_finite and not math.isfinite(loss):
+            raise NonFiniteLossError(
+                f"the loss is {loss} at step {self.steps}; parameters were updated with it",
+                "load the last checkpoint; lower the learning rate or set max_grad_norm (check_finite=False to go on)",
+            )
+        return loss
+
+    def accumulate(self, batch: Batch) -> float:
+        """Forward and backward of one micro-batch; gradients are added up until the next ``step``. Returns the loss.
+
+        Raises:
+            InputError: The optimizer was attached without accumulation.
+        """
+        self._require_optimizer("accumulate")
+        if not any(s.kind == "accumulator" for s in self.signature.states):
+            raise InputError("this graph cannot accumulate gradients", "attach the optimizer with accumulation_steps=N")
+        self._set_seed(1.0 / self.accumulation_steps)
+        program = self._ready("accumulate", batch)
+        program.run()
+        return float(program.value(self.signature.loss))
+
+    def gradients(
+        self, batch: Batch, loss_gradient: float = 1.0, tangents: Mapping[str, np.ndarray] | None = None
+    ) -> dict[str, np.ndarray]:
+        """Gradients of the loss by original parameter name. Works at every stage and commits nothing.
+
+        Args:
+            batch: As for ``step``.
+            loss_gradient: Factor on the loss.
+            tangents: Further seeds by output name, where the graph was captured with them; zero when left out.
+
+        Returns:
+            Copies, of the shape and dtype of each trainable parameter.
+        """
+        self._set_seed(loss_gradient)
+        program = self._ready("gradients", batch, tangents)
+        program.run()
+        return {name: program.value(output).copy() for name, output in self.signature.gradients.items()}
+
+    def loss(self, batch: Batch) -> float:
+        """The training loss (dropout and batch statistics as in a step); forward only, commits nothing."""
+        program = self._ready("loss", batch)
+        program.run()
+        return float(program.value(self.signature.loss))
+
+    def evaluate(self, batch: Batch) -> dict[str, np.ndarray]:
+        """Loss and outputs in evaluation mode (no dropout, running statistics); forward only, commits nothing.
+
+        Raises:
+            InputError: The graph was lowered without keeping its evaluation form, and has training-only operators.
+        """
+        program = self._ready("evaluate", batch)
+        program.run()
+        names = dict.fromkeys((self.signature.loss, *self.signature.outputs))
+        return {name: program.value(name).copy() for name in names}
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the next step. Raises InputError when the graph has no optimizer."""
+        self._require_optimizer("learning_rate")
+        return float(self._memory.persistent[LEARNING_RATE])
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        self._require_optimizer("learning_rate")
+        self._memory.persistent[LEARNING_RATE][...] = value
+
+    @property
+    def accumulation_steps(self) -> int:
+        return int(self.signature.metadata.get("accumulation_steps", "1"))
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Copies of all parameters and buffers by module name, tied names included, as in PyTorch's ``state_dict``."""
+        return {name: self._memory.persistent[source].copy() for name, source in self._module_names().items()}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Set parameters and buffers by module name. Tied names must agree.
+
+        Raises:
+            InputError: Names are missing or unknown, a shape or dtype differs, or tied names hold different values.
+        """
+        names = self._module_names()
+        checkpoint.check_names("state_dict", names, state)
+        checkpoint.assign("state_dict", [(n, self._memory.persistent[s]) for n, s in names.items()], state)
+
+    def optimizer_state_dict(self) -> dict[str, np.ndarray]:
+        """Copies of all states by name (``exp_avg/<parameter>``, ``step``, random key and step, accumulators)."""
+        return {s.name: self._memory.persistent[s.input].copy() for s in self.signature.states}
+
+    def load_optimizer_state_dict(self, state: Mapping[str, object]) -> None:
+        """Set all states. Raises InputError when names, shapes or dtypes differ."""
+        names = {s.name: s.input for s in self.signature.states}
+        checkpoint.check_names("optimizer_state_dict", names, state)
+        checkpoint.assign("optimizer_state_dict", [(n, self._memory.persistent[s]) for n, s in names.items()], state)
+
+    def save_checkpoint(self, folder: str | os.PathLike[str]) -> pathlib.Path:
+        """Write everything that the next step depends on, atomically. See ``ortgraph.runtime.checkpoint``."""
+        rates = {name: float(self._memory.persistent[name]) for name in self.signature.scalars}
+        return checkpoint.save(folder, self._checkpoint_values(), {"steps": self.steps, "scalars": rates})
+
+    def load_checkpoint(self, folder: str | os.PathLike[str]) -> None:
+        """Continue where ``save_checkpoint`` stopped, bit for bit. Nothing changes when it does not fit.
+
+        Raises:
+            InputError: Not a checkpoint, or of another model or optimizer.
+        """
+        values, extra = checkpoint.load(folder)
+        own = self._checkpoint_values()
+        checkpoint.check_names(str(folder), own, values)
+        checkpoint.assign(str(folder), list(own.items()), values)
+        self.steps = int(extra["steps"])
+        for name, value in extra["scalars"].items():
+            if name in self.signature.scalars:
+                self._memory.persistent[name][...] = value
+
+    def export_inference(self, path: str | os.PathLike[str]) -> pathlib.Path:
+        """Write the model in evaluation mode with its present values. See ``ortgraph.runtime.inference_export``."""
+        values = {n: self._memory.persistent[n] for n in self._module_sources()}
+        return inference_export.export_inference(self.graph, values, path)
+
+    def trained_graph(self) -> TrainingGraph:
+        """A copy of the graph whose values are the present ones (to save, or to go on with another pipeline)."""
+        graph = self.graph.clone()
+        states = {s.input for s in self.signature.states}
+        names = [*self._module_sources(), *sorted(states)]
+        graph.values = {**self.graph.values, **{n: self._memory.persistent[n].copy() for n in names}}
+        return graph
+
+    # -- figures ------------------------------------------------------------------------------------------------
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """Programs made so far, the latest last."""
+        return tuple(self._programs.values())
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes of the shared arena: the largest of the programs made so far."""
+        return max((p.arena_bytes for p in self.programs), default=0)
+
+    @property
+    def max_load_bytes(self) -> int:
+        """The lower bound beside ``arena_bytes``."""
+        return max((p.max_load_bytes for p in self.programs), default=0)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of parameters and buffers."""
+        return sum(self._memory.persistent[n].nbytes for n in self._module_sources())
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of optimizer and random states."""
+        return sum(self._memory.persistent[s.input].nbytes for s in self.signature.states)
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _load_values(self, graph: TrainingGraph) -> None:
+        """Persistent buffers for everything but the batch. States start at zero unless the graph holds a value."""
+        signature = self.signature
+        for role, name in signature.graph_inputs():
+            if role in ("input", "tangent"):
+                continue
+            value = self._inputs.get(name)
+            shape = None if value is None else static_shape(value)
+            if value is None or shape is None or value.dtype is None:
+                raise InputError(
+                    f"{role} %{name} is not a graph input with a static shape", "`ortgraph verify` shows what is wrong"
+                )
+            buffer = self._memory.add(name, value.dtype.numpy(), shape)
+            if role in ("parameter", "frozen", "buffer") and name not in graph.values:
+                raise InputError(
+                    f"{role} {name!r} has no value", "keep the .safetensors beside the .onnx, or set graph.values"
+                )
+            if name in graph.values:
+                checkpoint.assign("the graph's values", [(name, buffer)], graph.values)
+        for name, default in signature.scalars.items():
+            self._memory.persistent[name][...] = default
+
+    def _module_sources(self) -> list[str]:
+        return [*(p.name for p in self.signature.parameters), *(b.name for b in self.signature.buffers)]
+
+    def _module_names(self) -> dict[str, str]:
+        """Graph input by module name, tied names included."""
+        names = {}
+        for item in (*self.signature.parameters, *self.signature.buffers):
+            names.update({n: item.name for n in (item.name, *item.tied)})
+        return names
+
+    def _checkpoint_values(self) -> dict[str, np.ndarray]:
+        persistent = self._memory.persistent
+        values = {n: persistent[n] for n in self._module_sources()}
+        values.update({f"state/{s.name}": persistent[s.input] for s in self.signature.states})
+        return values
+
+    def _require_optimizer(self, what: str) -> None:
+        if LEARNING_RATE not in self.signature.scalars:
+            raise InputError(
+                f"{what}: the graph (stage {self.signature.stage}) has no optimizer",
+                "ortgraph.optimize(graph, optimizer=ortgraph.optim.AdamW(...)), or session.gradients(batch)",
+            )
+
+    def _set_seed(self, value: float) -> None:
+        if self.signature.loss_gradient is not None:
+            self._memory.persistent[self.signature.loss_gradient][...] = value
+        elif value != 1.0:
+            raise InputError(
+                "the graph has no loss_gradient input: its gradients cannot be scaled", "capture the graph again"
+            )
+
+    def _ready(self, kind: str, batch: Batch, tangents: Mapping[str, np.ndarray] | None = None) -> Program:
+        """The program for this batch's shapes, with the batch copied into its input buffers."""
+        arrays = named(batch, self.signature.inputs)
+        dims: dict[str, int] = {}
+        for name, array in arrays.items():
+            check_dtype(name, array, self._inputs[name].dtype.numpy())  # type: ignore[union-attr]
+            bind_dims(name, array, self._inputs[name], dims)
+        for name, array in arrays.items():
+            check_bound(name, array, self._inputs[name], dims)
+        program = self._program(kind, tuple(sorted(dims.items())))
+        for name, array in arrays.items():
+            buffer = program.inputs.get(name)
+            if buffer is not None:
+                np.copyto(buffer, array)
+        self._feed_tangents(program, tangents or {})
+        return program
+
+    def _feed_tangents(self, program: Program, tangents: Mapping[str, np.ndarray]) -> None:
+        unknown = sorted(set(tangents) - set(self.signature.tangents))
+        if unknown:
+            raise BatchError(f"no tangent for output {unknown[0]!r}", "capture with that output differentiable")
+        for output, name in self.signature.tangents.items():
+            if name in program.inputs:
+                program.inputs[name][...] = tangents.get(output, 0)
+
+    def _program(self, kind: str, key: tuple[tuple[str, int], ...]) -> Program:
+        found = self._programs.get((kind, key))
+        if found is None:
+            if key and any(k == kind for k, _ in self._programs):
+                logger.info("program %s: planning anew for %s", kind, ", ".join(f"{n}={s}" for n, s in key))
+            found = self._make_program(kind, dict(key), key)
+            self._programs[kind, key] = found
+            self._forget()
+        self._programs.move_to_end((kind, key))
+        return found
+
+    def _make_program(self, kind: str, dims: dict[str, int], key: tuple) -> Program:
+        wanted, pairs = self._wanted(kind)
+        if kind == "evaluate":
+            if self._evaluation_form is None:
+                self._evaluation_form = inference_export.evaluation_form(self.graph)
+            source, cache = self._evaluation_form, self._evaluation
+        else:
+            source, cache = self.graph, self._prepared
+        if key not in cache:
+            cache[key] = prepare(source, dims, self.target)
+        prefix = f"{self._profile_prefix}_{kind}" if self._profile_prefix else None
+        return Program(kind, cache[key], wanted, pairs, self._memory, self.threads, self._poison, prefix)
+
+    def _forget(self) -> None:
+        """Drop the programs of the shape key that was unused for longest, beyond MAX_SHAPES keys."""
+        latest = list(dict.fromkeys(key for _, key in reversed(self._programs)))
+        for old in latest[MAX_SHAPES:]:
+            logger.info("forgetting the programs for %s", ", ".join(f"{n}={s}" for n, s in old))
+            for kind_key in [k for k in self._programs if k[1] == old]:
+                del self._programs[kind_key]
+            self._prepared.pop(old, None)
+            self._evaluation.pop(old, None)
+
+    def _wanted(self, kind: str) -> tuple[list[str], list[tuple[str, str]]]:
+        """Outputs that a program computes, and what it replaces."""
+        s = self.signature
+        if kind == "loss":
+            return [s.loss], []
+        if kind == "evaluate":
+            return list(dict.fromkeys((s.loss, *s.outputs))), []
+        if kind == "gradients":
+            return list(dict.fromkeys((s.loss, *s.gradients.values()))), []
+        pairs = program_pairs(s, kind)
+        return list(dict.fromkeys((s.loss, *(new for _, new in pairs)))), pairs
+
+
+def program_pairs(signature: Signature, kind: str) -> list[tuple[str, str]]:
+    """(input, output) that program ``step`` or ``accumulate`` replaces.
+
+    ``step`` does everything but the accumulators, which it only reads. ``accumulate`` advances the accumulators, the
+    module buffers and what advances at every run.
+    """
+    buffers = [(b.name, b.update) for b in signature.buffers if b.update is not None]
+    parameters = [(p.name, p.update) for p in signature.parameters if p.update is not None]
+    states = [s for s in signature.states if s.output is not None]
+    if kind == "accumulate":
+        return buffers + [(s.input, s.output) for s in states if s.kind in ("accumulator", *_PER_RUN)]  # type: ignore[misc]
+    return parameters + buffers + [(s.input, s.output) for s in states if s.kind != "accumulator"]  # type: ignore[misc]

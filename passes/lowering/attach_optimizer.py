@@ -1,0 +1,44 @@
+"""AttachOptimizer: the training step gets its update."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from ortgraph.graph import TrainingGraph
+from ortgraph.manager.base import Changes, GraphPass
+from ortgraph.optim.adamw import AdamW
+from ortgraph.optim.attach import BEFORE, attach
+
+
+@dataclasses.dataclass(frozen=True)
+class AttachOptimizer(GraphPass):
+    """W', M', V' = AdamW(learning_rate, step, W, dW, M, V) for every trainable parameter.
+
+    Adds signature entries: updates, optimizer states, the ``learning_rate`` scalar, accumulators. See
+    ``ortgraph.optim.attach``.
+
+    Refuses when:
+        the graph has an optimizer already, or no trainable parameter with a gradient (both are errors).
+
+    Attributes:
+        optimizer: Text form of the optimizer, ``adamw(lr=0.001;weight_decay=0.01)``; ``of`` takes the object.
+        accumulation_steps: Micro-batches per update; more than 1 adds accumulators.
+    """
+
+    name: ClassVar[str] = "attach-optimizer"
+    stages: ClassVar[tuple[str, ...]] = BEFORE
+    sets_stage: ClassVar[str | None] = "stepped"
+
+    optimizer: str = "adamw"
+    accumulation_steps: int = 1
+
+    @staticmethod
+    def of(optimizer: AdamW | str, accumulation_steps: int = 1) -> AttachOptimizer:
+        """The pass that attaches this optimizer."""
+        return AttachOptimizer(str(optimizer), accumulation_steps)
+
+    def run(self, graph: TrainingGraph) -> Changes:
+        changes = Changes()
+        changes.counts["updates"] = attach(graph, AdamW.parse(self.optimizer), self.accumulation_steps)
+        return changes

@@ -1,0 +1,56 @@
+"""PlanMemory: file order becomes execution order, and every value gets its place."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from ortgraph.analysis.bind_shapes import is_dynamic
+from ortgraph.graph import TrainingGraph
+from ortgraph.manager.base import Changes, GraphPass, Refusal
+from ortgraph.plan.memory.placement import METADATA_KEY, place_values
+from ortgraph.plan.schedule import order_updates
+from ortgraph.runtime.program import needed_nodes
+from ortgraph.runtime.session import program_pairs
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanMemory(GraphPass):
+    """Orders nodes (each update after the last reader of what it overwrites) and stores arena offsets in the model.
+
+    The plan is of program ``step`` when an optimizer is attached, else of ``gradients``; other programs run the same
+    order and are placed when a session needs them.
+
+    Refuses when:
+        a shape is symbolic: offsets need numbers, so the session plans per batch shape. The order is set all the same.
+    """
+
+    name: ClassVar[str] = "plan-memory"
+    stages: ClassVar[tuple[str, ...]] = ("lowered", "planned")
+    sets_stage: ClassVar[str | None] = "planned"
+
+    def run(self, graph: TrainingGraph) -> Changes:
+        changes = Changes()
+        g, signature = graph.graph, graph.signature
+        values = {v.name: v for v in (*g.inputs, *g.outputs)}
+        stepped = any(p.update is not None for p in signature.parameters)
+        pairs = [(values[i], values[o]) for i, o in (program_pairs(signature, "step") if stepped else ())]
+        updates = {new for _, new in pairs}
+        order = order_updates(g, pairs, [v for v in g.outputs if v not in updates])
+        moved = sum(a is not b for a, b in zip(order, tuple(g), strict=True))
+        if moved:
+            g.remove(order)
+            g.extend(order)
+        changes.counts["moved"] = moved
+        before = graph.model.metadata_props.pop(METADATA_KEY, None)
+        if is_dynamic(graph):
+            changes.refusals.append(Refusal("", "shapes are symbolic: the session places values per batch shape"))
+            changes.counts["dropped"] = before is not None
+            return changes
+        wanted_names = {signature.loss, *((v.name for v in updates) if stepped else signature.gradients.values())}
+        wanted = [v for v in g.outputs if v.name in wanted_names]
+        placement = place_values(g, needed_nodes(g, wanted), wanted, pairs)
+        plan = placement.to_json("step" if stepped else "gradients")
+        graph.model.metadata_props[METADATA_KEY] = plan
+        changes.counts["placed"] = len(placement.problem.buffers) if plan != before else 0
+        return changes
