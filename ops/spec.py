@@ -28,7 +28,7 @@ KERNELS = "ortgraph.kernels"  # our compiled kernels; never the same node as a s
 CONTRIB = "com.microsoft"
 FAMILIES = (
     "elementwise", "movement", "matmul", "reduction", "activation", "normalization", "loss", "embedding",
-    "convolution", "attention", "random", "optimizer", "contrib",
+    "convolution", "attention", "random", "optimizer", "contrib", "kernels.specs",
 )
 
 

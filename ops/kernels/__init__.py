@@ -3,17 +3,30 @@
 A graph that uses the domain needs the library in its session::
 
     options.register_custom_ops_library(str(kernels.library_path()))
+
+Every kernel gives the same bits at any number of threads: work is cut in pieces that depend on shapes only, and sums
+over pieces are added in order.
 """
 
 from __future__ import annotations
 
 import functools
 import pathlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, overload
+
+import onnx_ir as ir
+from ortgraph.ops.kernels import library
+from ortgraph.ops.kernels.table import BY_OPERATOR, KERNELS, KernelEntry
+from ortgraph.ops.spec import KERNELS as DOMAIN
 
 from ortgraph.errors import RuntimeSetupError
-from ortgraph.ops.kernels import build
 
-DOMAIN = "ortgraph.kernels"
+if TYPE_CHECKING:
+    from ortgraph.ops.builder import Builder
+
+_LAST_AXIS = frozenset({"Softmax", "SoftmaxGrad", "LogSoftmaxGrad"})
+_MATRIX = {"CrossEntropy": 0, "CrossEntropyGrad": 1}  # the input that must be [N, C]
 
 
 def library_path() -> pathlib.Path:
@@ -22,10 +35,10 @@ def library_path() -> pathlib.Path:
     Raises:
         RuntimeSetupError: There is no compiler, or compiling failed.
     """
-    library, error = _built()
-    if library is None:
-        raise RuntimeSetupError(f"compiled kernels are not available: {error}", "lower without them (target 'onnx')")
-    return library
+    path, error = _built()
+    if path is None:
+        raise RuntimeSetupError(f"compiled kernels are not available: {error}", "lower the graph without kernels")
+    return path
 
 
 def available() -> bool:
@@ -33,14 +46,58 @@ def available() -> bool:
     return _built()[0] is not None
 
 
-def reason() -> str:
-    """Why kernels cannot be used here; empty when they can."""
-    return _built()[1]
+@overload
+def reason() -> str: ...
+@overload
+def reason(node: ir.Node) -> str | None: ...
+def reason(node: ir.Node | None = None) -> str | None:
+    """Why kernels cannot be used here (empty: they can); with a node, why none stands for it (None: one does)."""
+    if node is None:
+        return _built()[1]
+    entry = BY_OPERATOR.get((node.domain, node.op_type))
+    if entry is None:
+        return f"no kernel for {node.domain or 'ai.onnx'}.{node.op_type}"
+    return _types_differ(entry, node) or _form_differs(entry, node)
+
+
+def build(builder: Builder, node: ir.Node) -> Sequence[ir.Value]:
+    """The kernel node that stands for a node for which ``reason(node)`` is None."""
+    entry = BY_OPERATOR[(node.domain, node.op_type)]
+    attributes = {k: a.value for k, a in node.attributes.items() if k in entry.attributes}
+    return builder.multi(entry.name, *node.inputs, outputs=len(node.outputs), domain=DOMAIN, **attributes)
+
+
+def _types_differ(entry: KernelEntry, node: ir.Node) -> str | None:
+    for name, value in zip(entry.inputs, node.inputs, strict=False):
+        if value is None:
+            continue
+        wanted = ir.DataType.INT64 if name in entry.integers else ir.DataType.FLOAT
+        if value.dtype != wanted:
+            return f"the kernel takes {name.rstrip('?')} as {wanted.name}, not {value.dtype}"
+    return None
+
+
+def _form_differs(entry: KernelEntry, node: ir.Node) -> str | None:
+    first = node.inputs[0]
+    rank = None if first is None or first.shape is None else len(first.shape)
+    if entry.name in _LAST_AXIS:
+        found = node.attributes.get("axis")
+        axis = -1 if found is None else found.as_int()
+        if axis != -1 and (rank is None or axis != rank - 1):
+            return "the kernel works over the last axis only"
+    if entry.name in _MATRIX:
+        scores = node.inputs[_MATRIX[entry.name]]
+        if scores is None or scores.shape is None or len(scores.shape) != 2:
+            return "the kernel takes scores [N, C] only"
+    return None
 
 
 @functools.cache
 def _built() -> tuple[pathlib.Path | None, str]:
     try:
-        return build.build(), ""
+        return library.build(), ""
     except RuntimeSetupError as error:
         return None, str(error)
+
+
+__all__ = ["DOMAIN", "KERNELS", "KernelEntry", "available", "build", "library_path", "reason"]

@@ -74,25 +74,39 @@ class Context {
                  const_cast<Body*>(&body));
   }
 
-  // body(begin, end) over [0, total) in fixed pieces of at least `grain`, at most kMaxParts of them.
+  // body(begin, end) over [0, total) elements in fixed pieces.
   template <class Body>
-  void ranges(std::int64_t total, std::int64_t grain, const Body& body) const {
-    const std::int64_t size = piece(total, grain);
+  void elements(std::int64_t total, const Body& body) const {
+    split(total, (piece(total, kGrain) + 15) / 16 * 16, body);
+  }
+
+  // body(begin, end) over [0, rows) rows of `width` elements in fixed pieces.
+  template <class Body>
+  void rows(std::int64_t rows, std::int64_t width, const Body& body) const {
+    split(rows, row_piece(rows, width), body);
+  }
+  static std::int64_t row_piece(std::int64_t rows, std::int64_t width) {
+    return piece(rows, kGrain / std::max<std::int64_t>(width, 1));
+  }
+  static std::int64_t row_parts(std::int64_t rows, std::int64_t width) {
+    const std::int64_t size = row_piece(rows, width);
+    return (rows + size - 1) / size;
+  }
+
+  static constexpr std::int64_t kMaxParts = 32;
+  static constexpr std::int64_t kGrain = 8192;  // elements: below this a hand-over costs more than it saves
+
+ private:
+  static std::int64_t piece(std::int64_t total, std::int64_t grain) {
+    return std::max<std::int64_t>({(total + kMaxParts - 1) / kMaxParts, grain, 1});
+  }
+  template <class Body>
+  void split(std::int64_t total, std::int64_t size, const Body& body) const {
     parallel(static_cast<std::size_t>((total + size - 1) / size), [&](std::size_t part) {
       const std::int64_t begin = static_cast<std::int64_t>(part) * size;
       body(begin, std::min(total, begin + size));
     });
   }
-
-  static std::int64_t piece(std::int64_t total, std::int64_t grain) {
-    const std::int64_t even = (total + kMaxParts - 1) / kMaxParts;
-    const std::int64_t size = std::max<std::int64_t>(std::max(even, grain), 1);
-    return (size + 15) / 16 * 16;
-  }
-
-  static constexpr std::int64_t kMaxParts = 32;
-
- private:
   void run_parallel(void (*body)(void*, std::size_t), std::size_t parts, void* data) const;
 
   const Slot* api_;
@@ -142,6 +156,11 @@ std::unique_ptr<Kernel> make(const Attributes& attributes) {
   return std::make_unique<K>(attributes);
 }
 
+inline std::int64_t same_count(const Tensor& a, const Tensor& b) {
+  if (!a || !b || a.shape.count() != b.shape.count()) throw std::invalid_argument("inputs differ in shape");
+  return a.shape.count();
+}
+
 constexpr Port kF{kFloat, kRequired}, kF_{kFloat, kOptional}, kI{kInt64, kRequired}, kB{kBool, kRequired},
     kFs{kFloat, kVariadic};
 
@@ -152,6 +171,12 @@ inline void expect(bool holds, const char* what) {
 
 // One per source file; library.cpp registers what they return.
 using Definitions = std::vector<Definition*>;
+void add_activation(Definitions& to);
+void add_embedding(Definitions& to);
+void add_loss(Definitions& to);
+void add_normalization(Definitions& to);
 void add_optimizer(Definitions& to);
+void add_reduction(Definitions& to);
+void add_softmax(Definitions& to);
 
 }  // namespace ortgraph

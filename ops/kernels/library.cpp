@@ -203,7 +203,13 @@ extern "C" __attribute__((visibility("default"))) ortgraph::Status* RegisterCust
   }
   static const Definitions definitions = [] {
     Definitions made;
+    add_activation(made);
+    add_embedding(made);
+    add_loss(made);
+    add_normalization(made);
     add_optimizer(made);
+    add_reduction(made);
+    add_softmax(made);
     return made;
   }();
   static OpDomain* domain = nullptr;  // lives as long as the library: sessions keep pointing to it

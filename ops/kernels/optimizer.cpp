@@ -6,8 +6,6 @@
 namespace ortgraph {
 namespace {
 
-constexpr std::int64_t kGrain = 16384;  // elements: 64 KiB of each of the four tensors
-
 void check_shapes(const Tensor& w, const Tensor& g, const Tensor& m, const Tensor& v) {
   expect(w && g && m && v, "W, G, M and V are required");
   expect(w.shape.count() == g.shape.count() && w.shape.count() == m.shape.count() && w.shape.count() == v.shape.count(),
@@ -26,13 +24,54 @@ class AdamW final : public Kernel {
     float* w_new = context.floats(0, w.shape);
     float* m_new = context.floats(1, m.shape);
     float* v_new = context.floats(2, v.shape);
-    context.ranges(w.shape.count(), kGrain, [&](std::int64_t begin, std::int64_t end) {
+    context.elements(w.shape.count(), [&](std::int64_t begin, std::int64_t end) {
       adam_update(step, end - begin, w.floats() + begin, g.floats() + begin, m.floats() + begin, v.floats() + begin,
                   w_new + begin, m_new + begin, v_new + begin);
     });
   }
 
  private:
+  AdamRule rule_;
+};
+
+// (LearningRate, Step, GradScale?, then W, G, M, V of every tensor) -> (W', M', V' of every tensor).
+class MultiAdamW final : public Kernel {
+ public:
+  explicit MultiAdamW(const Attributes& a) : rule_(a) {}
+
+  void compute(const Context& context) const override {
+    const std::size_t first = 3, count = (context.inputs() - first) / 4;
+    expect(context.inputs() == first + 4 * count, "expects W, G, M and V of every tensor");
+    const AdamStep step = rule_.at(context.input(0), context.input(1), context.input(2));
+    std::vector<Slice> slices;
+    for (std::size_t t = 0; t < count; ++t) add(context, first + 4 * t, 3 * t, slices);
+    context.parallel(slices.size(), [&](std::size_t i) {
+      const Slice& s = slices[i];
+      adam_update(step, s.n, s.w, s.g, s.m, s.v, s.w_new, s.m_new, s.v_new);
+    });
+  }
+
+ private:
+  struct Slice {
+    std::int64_t n;
+    const float *w, *g, *m, *v;
+    float *w_new, *m_new, *v_new;
+  };
+  static constexpr std::int64_t kSlice = 32768;
+
+  static void add(const Context& context, std::size_t input, std::size_t output, std::vector<Slice>& slices) {
+    const Tensor w = context.input(input), g = context.input(input + 1), m = context.input(input + 2),
+                 v = context.input(input + 3);
+    check_shapes(w, g, m, v);
+    float* w_new = context.floats(output, w.shape);
+    float* m_new = context.floats(output + 1, m.shape);
+    float* v_new = context.floats(output + 2, v.shape);
+    for (std::int64_t i = 0, total = w.shape.count(); i < total; i += kSlice) {
+      slices.push_back({std::min(kSlice, total - i), w.floats() + i, g.floats() + i, m.floats() + i, v.floats() + i,
+                        w_new + i, m_new + i, v_new + i});
+    }
+  }
+
   AdamRule rule_;
 };
 
@@ -61,7 +100,8 @@ AdamStep AdamRule::at(const Tensor& rate, const Tensor& step, const Tensor& scal
 
 void add_optimizer(Definitions& to) {
   static Definition adamw("AdamW", {kF, kI, kF, kF, kF, kF, kF_}, {kF, kF, kF}, make<AdamW>);
-  to.push_back(&adamw);
+  static Definition multi("MultiAdamW", {kF, kI, kF_, kFs}, {kFs}, make<MultiAdamW>);
+  to.insert(to.end(), {&adamw, &multi});
 }
 
 }  // namespace ortgraph

@@ -1,0 +1,156 @@
+// Cross-entropy over the last dimension of [N, C] and its gradient, with PyTorch's weights and ignore_index.
+#include "vector.h"
+
+#include "kernel.h"
+
+namespace ortgraph {
+namespace {
+
+enum class Reduction { kNone, kMean, kSum };
+
+struct Options {
+  Reduction reduction;
+  std::int64_t ignore;
+
+  explicit Options(const Attributes& a) : reduction(read(a)), ignore(a.integer("ignore_index", -100)) {}
+  static Reduction read(const Attributes& a) {
+    const std::string name = a.text("reduction", "mean");
+    expect(name == "none" || name == "mean" || name == "sum", "reduction must be 'none', 'mean' or 'sum'");
+    return name == "none" ? Reduction::kNone : name == "mean" ? Reduction::kMean : Reduction::kSum;
+  }
+};
+
+// Class indices and weights of the rows.
+struct Labels {
+  const std::int64_t* target;
+  const float* weight;
+  std::int64_t ignore;
+
+  Labels(const Tensor& scores, const Tensor& target_, const Tensor& weight_, std::int64_t ignore_)
+      : target(target_.ints()), weight(weight_.floats()), ignore(ignore_) {
+    expect(scores.shape.rank == 2, "scores must be [N, C]");
+    const std::int64_t n = scores.shape.dim[0], c = scores.shape.dim[1];
+    expect(target_.shape.count() == n, "one Target per row");
+    expect(!weight_ || weight_.shape.count() == c, "one Weight per class");
+    for (std::int64_t r = 0; r < n; ++r) {
+      if (kept(r) && (target[r] < 0 || target[r] >= c)) {
+        refuse("Target " + std::to_string(target[r]) + " is outside " + std::to_string(c) + " classes");
+      }
+    }
+  }
+  bool kept(std::int64_t r) const { return target[r] != ignore; }
+  float factor(std::int64_t r) const { return !kept(r) ? 0.0f : weight ? weight[target[r]] : 1.0f; }
+};
+
+// log(sum(exp(x))) and the maximum of one row, in one pass over blocks that stay in the first cache.
+inline void log_sum_exp(const float* x, std::int64_t n, float* top, float* log_sum) {
+  V best = splat(-std::numeric_limits<float>::infinity());
+  vectors(n, [&](std::int64_t i, auto span) {
+    best = larger(load(x + i, span, -std::numeric_limits<float>::infinity()), best);
+  });
+  *top = largest(best);
+  V total{};
+  vectors(n, [&](std::int64_t i, auto span) { total += keep(exp(load(x + i, span) - *top), span); });
+  *log_sum = std::log(sum(total));
+}
+
+// (Logits [N, C], Target [N], Weight? [C]) -> (Loss, LogProb, TotalWeight).
+// With kStatistics the second output is LogSumExp [N] instead. Scratch: 4 bytes per row.
+template <bool kStatistics>
+class CrossEntropy final : public Kernel {
+ public:
+  explicit CrossEntropy(const Attributes& a) : options_(a) {}
+
+  void compute(const Context& context) const override {
+    const Tensor logits = context.input(0), target = context.input(1);
+    const Labels labels(logits, target, context.input(2), options_.ignore);
+    const std::int64_t rows = logits.shape.dim[0], n = logits.shape.dim[1];
+    const bool none = options_.reduction == Reduction::kNone;
+    float* loss = context.floats(0, none ? target.shape : Shape{});
+    float* second = context.floats(1, kStatistics ? Shape{rows} : logits.shape);
+    float* total_weight = context.floats(2, Shape{});
+    const Scratch<float> own(none ? 0 : static_cast<std::size_t>(rows));
+    float* losses = none && loss ? loss : own.data();
+    const Scratch<float> unread(none && !loss ? static_cast<std::size_t>(rows) : 0);
+    if (none && !loss) losses = unread.data();
+    context.rows(rows, n, [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t r = begin; r < end; ++r) {
+        const float* x = logits.floats() + r * n;
+        float top, log_sum;
+        log_sum_exp(x, n, &top, &log_sum);
+        losses[r] = labels.kept(r) ? -(x[labels.target[r]] - top - log_sum) * labels.factor(r) : 0.0f;
+        if (!second) continue;
+        if (kStatistics) {
+          second[r] = top + log_sum;
+          continue;
+        }
+        float* y = second + r * n;
+        vectors(n, [&](std::int64_t i, auto span) { store(y + i, load(x + i, span) - top - log_sum, span); });
+      }
+    });
+    double all = 0, weights = 0;
+    for (std::int64_t r = 0; r < rows; ++r) {
+      all += losses[r];
+      weights += labels.factor(r);
+    }
+    if (loss && !none) *loss = static_cast<float>(options_.reduction == Reduction::kMean ? all / weights : all);
+    if (total_weight) *total_weight = static_cast<float>(weights);
+  }
+
+ private:
+  Options options_;
+};
+
+// (dLoss, LogProb [N, C], Target, Weight?, TotalWeight?) -> dLogits.
+// With kStatistics: (dLoss, Logits, Target, Weight?, TotalWeight?, LogSumExp [N]).
+template <bool kStatistics>
+class CrossEntropyGrad final : public Kernel {
+ public:
+  explicit CrossEntropyGrad(const Attributes& a) : options_(a) {}
+
+  void compute(const Context& context) const override {
+    const Tensor dloss = context.input(0), scores = context.input(1), total = context.input(4),
+                 log_sums = kStatistics ? context.input(5) : Tensor{};
+    const Labels labels(scores, context.input(2), context.input(3), options_.ignore);
+    const std::int64_t rows = scores.shape.dim[0], n = scores.shape.dim[1];
+    const bool none = options_.reduction == Reduction::kNone, mean = options_.reduction == Reduction::kMean;
+    expect(dloss.shape.count() == (none ? rows : 1), "dLoss must be shaped like Loss");
+    expect(!mean || (total && total.shape.count() == 1), "reduction 'mean' needs TotalWeight");
+    if (kStatistics) expect(log_sums.shape.count() == rows, "one LogSumExp per row");
+    float* out = context.floats(0, scores.shape);
+    context.rows(rows, n, [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t r = begin; r < end; ++r) {
+        float* dx = out + r * n;
+        if (!labels.kept(r)) {
+          std::fill(dx, dx + n, 0.0f);
+          continue;
+        }
+        const float d = dloss.floats()[none ? r : 0];
+        const float factor = labels.factor(r) * (mean ? d / *total.floats() : d);
+        const float shift = kStatistics ? log_sums.floats()[r] : 0.0f;
+        const float* x = scores.floats() + r * n;
+        // Subtract before scaling: p - 1 is exact where p is near 1.
+        const float hit = sum(exp(splat(x[labels.target[r]] - shift))) / kLanes - 1.0f;
+        vectors(n, [&](std::int64_t i, auto span) { store(dx + i, exp(load(x + i, span) - shift) * factor, span); });
+        dx[labels.target[r]] = hit * factor;
+      }
+    });
+  }
+
+ private:
+  Options options_;
+};
+
+}  // namespace
+
+void add_loss(Definitions& to) {
+  static Definition all[] = {
+      {"CrossEntropy", {kF, kI, kF_}, {kF_, kF_, kF_}, make<CrossEntropy<false>>},
+      {"CrossEntropyGrad", {kF, kF, kI, kF_, kF_}, {kF}, make<CrossEntropyGrad<false>>},
+      {"CrossEntropyStatistics", {kF, kI, kF_}, {kF_, kF_, kF_}, make<CrossEntropy<true>>},
+      {"CrossEntropyStatisticsGrad", {kF, kF, kI, kF_, kF_, kF}, {kF}, make<CrossEntropyGrad<true>>},
+  };
+  for (Definition& definition : all) to.push_back(&definition);
+}
+
+}  // namespace ortgraph

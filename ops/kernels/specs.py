@@ -1,0 +1,91 @@
+"""Operator table: compiled kernels (domain ``ortgraph.kernels``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import onnx_ir as ir
+from ortgraph.ops.kernels.table import KERNELS as TABLE
+from ortgraph.ops.kernels.table import KernelEntry
+from ortgraph.ops.shapes import Types, attribute, elements_flops, given, like, normalized_axis, retyped, shape_of, typed
+from ortgraph.ops.spec import COMPOSITE, InferRule, OpSpec, lookup, register
+from ortgraph.ops.spec import KERNELS as DOMAIN
+
+
+def _as_composite(name: str) -> InferRule:
+    """The composite's own rule, looked up when it is used: families load in any order."""
+
+    def rule(node: ir.Node) -> Types:
+        infer = lookup(COMPOSITE, name).infer
+        return [] if infer is None else infer(node)
+
+    return rule
+
+
+def _statistics(node: ir.Node, x: ir.Value | None):
+    shape = shape_of(x)
+    if shape is None:
+        return retyped(x, None)
+    first = normalized_axis(attribute(node, "axis", -1), len(shape))
+    return retyped(x, (*shape[:first], *[1] * (len(shape) - first)))
+
+
+def _layer_norm(node: ir.Node) -> Types:
+    x = given(node, 0)
+    return [typed(x), *[_statistics(node, x)] * 2][: len(node.outputs)]
+
+
+def _add_layer_norm(node: ir.Node) -> Types:
+    a = given(node, 0)
+    return [typed(a), typed(a), *[_statistics(node, a)] * 2][: len(node.outputs)]
+
+
+def _last(index: int) -> Callable[[ir.Node], object]:
+    def of(node: ir.Node) -> object:
+        value = given(node, index)
+        shape = shape_of(value)
+        return retyped(value, None if shape is None else shape[-1:])
+
+    return of
+
+
+def _cross_entropy_statistics(node: ir.Node) -> Types:
+    logits = given(node, 0)
+    loss, _, total = [*_as_composite("CrossEntropy")(node), None, None][:3]
+    shape = shape_of(logits)
+    return [loss, retyped(logits, None if shape is None else shape[:1]), total][: len(node.outputs)]
+
+
+def _multi_adamw(node: ir.Node) -> Types:
+    tensors = (len(node.inputs) - 3) // 4
+    return [typed(given(node, 3 + 4 * t + i)) for t in range(tensors) for i in (0, 2, 3)][: len(node.outputs)]
+
+
+_INFER: dict[str, InferRule] = {
+    "MultiAdamW": _multi_adamw,
+    "EmbeddingAdamW": like(2, 5, 6),
+    "BiasGelu": like(0),
+    "BiasGeluGrad": lambda node: [typed(given(node, 0)), _last(1)(node)][: len(node.outputs)],
+    "LayerNorm": _layer_norm,
+    "AddLayerNorm": _add_layer_norm,
+    "LayerNormGradAdd": _as_composite("LayerNormGrad"),
+    "Softmax": like(0),
+    "ScaledMaskedSoftmax": like(0),
+    "ScaledSoftmaxGrad": like(0),
+    "CrossEntropyStatistics": _cross_entropy_statistics,
+    "CrossEntropyStatisticsGrad": like(1),
+    "BiasGrad": lambda node: [_last(0)(node)],
+}
+_ELEMENTWISE = frozenset({"Gelu", "GeluGrad", "Silu", "SiluGrad", "ReluGrad", "TanhGrad", "SigmoidGrad"})
+_OPTIMIZERS = frozenset({"AdamW", "MultiAdamW", "EmbeddingAdamW"})
+
+
+def _spec(entry: KernelEntry) -> OpSpec:
+    return OpSpec(
+        DOMAIN, entry.name, elementwise=entry.name in _ELEMENTWISE, recompute=entry.name not in _OPTIMIZERS,
+        inplace=entry.inplace, infer=_INFER.get(entry.name) or _as_composite(entry.name),
+        flops=elements_flops(8), doc=entry.doc,
+    )  # fmt: skip
+
+
+register(*[_spec(entry) for entry in TABLE.values()])

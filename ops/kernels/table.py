@@ -1,0 +1,191 @@
+"""The kernels of the library: what each one takes, gives, may overwrite and allocates."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+
+import onnx_ir as ir
+from ortgraph.ops.shapes import attribute
+from ortgraph.ops.spec import COMPOSITE
+
+from ortgraph.graph.edit import static_shape
+
+_MAX_PARTS = 32  # kernel.h: pieces that work is cut into, whatever the number of threads
+_GRAIN = 8192  # kernel.h: elements of a piece at least
+_MULTI = 256  # tensors of one MultiAdamW for which in-place pairs are listed
+
+Scratch = Callable[[ir.Node], int]
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelEntry:
+    """One operator of domain ``ortgraph.kernels``. All tensors are float32 but the ones named in ``integers``.
+
+    Attributes:
+        name: Operator name.
+        inputs: Input names; ``?`` marks an optional one, ``*`` a repeated group.
+        outputs: Output names, likewise.
+        attributes: Attribute names that the kernel reads.
+        inplace: (input, output) pairs: the output may lie over the input when the shapes are equal.
+        implements: (domain, operator) that it replaces one to one; None for a fused extra.
+        integers: Inputs that are int64.
+        scratch: Bytes that a run allocates, from a node with static shapes.
+        doc: One line: the equation.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    attributes: tuple[str, ...] = ()
+    inplace: tuple[tuple[int, int], ...] = ()
+    implements: tuple[str, str] | None = None
+    integers: frozenset[str] = frozenset()
+    scratch: Scratch = lambda node: 0
+    doc: str = ""
+
+
+def _size(node: ir.Node, index: int) -> tuple[int, ...]:
+    value = node.inputs[index]
+    return (static_shape(value) if value is not None else None) or ()
+
+
+def row_parts(rows: int, width: int) -> int:
+    """Number of pieces that ``rows`` rows are cut into."""
+    piece = max(-(-rows // _MAX_PARTS), _GRAIN // max(width, 1), 1)
+    return -(-rows // piece)
+
+
+def _sums(index: int, count: int) -> Scratch:
+    """``count`` rows of partial column sums for each piece of input ``index`` (rows over its last dimension)."""
+
+    def scratch(node: ir.Node) -> int:
+        *lead, width = _size(node, index) or (0,)
+        return 4 * count * width * row_parts(math.prod(lead), width)
+
+    return scratch
+
+
+def _norm_sums(node: ir.Node) -> int:
+    shape = _size(node, 1)
+    axis = attribute(node, "axis", -1) % max(len(shape), 1)
+    rows, width = math.prod(shape[:axis]), math.prod(shape[axis:])
+    return 8 * width * row_parts(rows, width)
+
+
+def _bias_sums(node: ir.Node) -> int:
+    return 0 if (_size(node, 0) or (0,))[-1] >= 2048 else _sums(0, 1)(node)
+
+
+def _lookups(node: ir.Node) -> int:
+    return 4 * (attribute(node, "rows", 0) + math.prod(_size(node, 1)))
+
+
+def _table_lookups(node: ir.Node) -> int:
+    rows, width = _size(node, 2) or (0, 0)
+    return 4 * (rows + math.prod(_size(node, 4)) + width * row_parts(rows, width))
+
+
+def _per_row(index: int) -> Scratch:
+    return lambda node: 4 * (_size(node, index) or (0,))[0]
+
+
+_ADAM = ("beta1", "beta2", "epsilon", "weight_decay")
+_LOSS = ("reduction", "ignore_index")
+_STEP = frozenset({"Step"})
+_TARGET = frozenset({"Target"})
+_BOTH = ((0, 0), (1, 0))
+
+
+def _composite(name: str, *args, **kwargs) -> KernelEntry:
+    return KernelEntry(name, *args, implements=(COMPOSITE, name), **kwargs)
+
+
+def _gradient(name: str, saved: str, doc: str) -> KernelEntry:
+    return _composite(name, ("dY", saved), ("dX",), inplace=_BOTH, doc=doc)
+
+
+_ENTRIES = (
+    _composite(
+        "AdamW", ("LearningRate", "Step", "W", "G", "M", "V", "GradScale?"), ("W'", "M'", "V'"), _ADAM,
+        ((2, 0), (4, 1), (5, 2)), integers=_STEP, doc="the composite in one pass",
+    ),
+    KernelEntry(
+        "MultiAdamW", ("LearningRate", "Step", "GradScale?", "W,G,M,V*"), ("W',M',V'*",), _ADAM,
+        tuple((3 + 4 * t + i, 3 * t + o) for t in range(_MULTI) for i, o in ((0, 0), (2, 1), (3, 2))),
+        integers=_STEP, doc="AdamW for several tensors: inputs W, G, M, V and outputs W', M', V' of each in turn",
+    ),
+    KernelEntry(
+        "EmbeddingAdamW", ("LearningRate", "Step", "W", "dY", "Indices", "M", "V", "GradScale?"), ("W'", "M'", "V'"),
+        (*_ADAM, "padding_idx"), ((2, 0), (5, 1), (6, 2)), integers=frozenset({"Step", "Indices"}),
+        scratch=_table_lookups, doc="AdamW(W, EmbeddingGrad(dY, Indices), M, V) without the gradient table",
+    ),
+    _composite(
+        "EmbeddingGrad", ("dY", "Indices"), ("dTable",), ("rows", "padding_idx"), integers=frozenset({"Indices"}),
+        scratch=_lookups, doc="dTable[r] = sum of dY[i] where Indices[i] = r, in order of i",
+    ),
+    _composite("Gelu", ("X",), ("Y",), ("approximate",), ((0, 0),), doc="Y = X Phi(X)"),
+    _composite("GeluGrad", ("dY", "X"), ("dX",), ("approximate",), _BOTH, doc="dX = dY (Phi(X) + X phi(X))"),
+    KernelEntry(
+        "BiasGelu", ("X", "Bias"), ("Y",), ("approximate",), ((0, 0),), doc="Y = Gelu(X + Bias), Bias [last dimension]"
+    ),
+    KernelEntry(
+        "BiasGeluGrad", ("dY", "X", "Bias"), ("dX", "dBias?"), ("approximate",), _BOTH, scratch=_sums(1, 1),
+        doc="dX = GeluGrad(dY, X + Bias), dBias = sum of dX over rows; X is the value before the bias",
+    ),
+    _composite("Silu", ("X",), ("Y",), inplace=((0, 0),), doc="Y = X sigmoid(X)"),
+    _gradient("SiluGrad", "X", "dX = dY s (1 + X (1 - s)), s = sigmoid(X)"),
+    _gradient("ReluGrad", "Y", "dX = dY where Y > 0, else 0"),
+    _gradient("TanhGrad", "Y", "dX = dY (1 - Y^2)"),
+    _gradient("SigmoidGrad", "Y", "dX = dY Y (1 - Y)"),
+    KernelEntry(
+        "LayerNorm", ("X", "Scale", "Bias?"), ("Y", "Mean?", "InvStdDev?"), ("axis", "epsilon"), ((0, 0),),
+        ("", "LayerNormalization"), doc="Y = Scale (X - mean) / sqrt(var + epsilon) + Bias",
+    ),
+    KernelEntry(
+        "AddLayerNorm", ("A", "B", "Scale", "Bias?", "Addend?"), ("Sum", "Y", "Mean?", "InvStdDev?"),
+        ("axis", "epsilon"), ((0, 0), (1, 0), (0, 1), (1, 1)),
+        doc="Sum = A + Addend + B, Y = LayerNorm(Sum); Addend is the bias of the product that made A",
+    ),
+    _composite(
+        "LayerNormGrad", ("dY", "X", "Mean", "InvStdDev", "Scale?"), ("dX?", "dScale?", "dBias?"), ("axis",), _BOTH,
+        scratch=_norm_sums, doc="dX = InvStd (g - mean(g) - x_hat mean(g x_hat)), g = dY Scale",
+    ),
+    KernelEntry(
+        "LayerNormGradAdd", ("dY", "X", "Mean", "InvStdDev", "Scale?", "Residual"), ("dX?", "dScale?", "dBias?"),
+        ("axis",), (*_BOTH, (5, 0)), scratch=_norm_sums, doc="LayerNormGrad with Residual added to dX",
+    ),
+    KernelEntry("Softmax", ("X",), ("Y",), ("axis",), ((0, 0),), ("", "Softmax"), doc="softmax over the last axis"),
+    KernelEntry(
+        "ScaledMaskedSoftmax", ("X", "Mask?"), ("Y",), ("scale",), ((0, 0),),
+        doc="softmax(scale X + Mask) over the last axis; Mask broadcasts to X",
+    ),
+    _composite("SoftmaxGrad", ("dY", "Y"), ("dX",), ("axis",), _BOTH, doc="dX = Y (dY - sum(Y dY)), last axis"),
+    KernelEntry(
+        "ScaledSoftmaxGrad", ("dY", "Y"), ("dX",), ("scale",), _BOTH, doc="dX = scale Y (dY - sum(Y dY)), last axis"
+    ),
+    _composite("LogSoftmaxGrad", ("dY", "Y"), ("dX",), ("axis",), _BOTH, doc="dX = dY - exp(Y) sum(dY), last axis"),
+    _composite(
+        "CrossEntropy", ("Logits", "Target", "Weight?"), ("Loss?", "LogProb?", "TotalWeight?"), _LOSS, ((0, 1),),
+        integers=_TARGET, scratch=_per_row(0), doc="the composite for Logits [N, C]",
+    ),
+    _composite(
+        "CrossEntropyGrad", ("dLoss", "LogProb", "Target", "Weight?", "TotalWeight?"), ("dLogits",), _LOSS, ((1, 0),),
+        integers=_TARGET, doc="dLogits = dLoss w[t] / TotalWeight (exp(LogProb) - onehot(t)) for [N, C]",
+    ),
+    KernelEntry(
+        "CrossEntropyStatistics", ("Logits", "Target", "Weight?"), ("Loss?", "LogSumExp?", "TotalWeight?"), _LOSS,
+        integers=_TARGET, scratch=_per_row(0), doc="CrossEntropy that saves LogSumExp [N] instead of LogProb [N, C]",
+    ),
+    KernelEntry(
+        "CrossEntropyStatisticsGrad", ("dLoss", "Logits", "Target", "Weight?", "TotalWeight?", "LogSumExp"),
+        ("dLogits",), _LOSS, ((1, 0),), integers=_TARGET, doc="CrossEntropyGrad from Logits and LogSumExp",
+    ),
+    KernelEntry("BiasGrad", ("dY",), ("dBias",), scratch=_bias_sums, doc="sum over all dimensions but the last"),
+)  # fmt: skip
+
+KERNELS: Mapping[str, KernelEntry] = {entry.name: entry for entry in _ENTRIES}
+BY_OPERATOR: Mapping[tuple[str, str], KernelEntry] = {
+    entry.implements: entry for entry in _ENTRIES if entry.implements is not None
+}

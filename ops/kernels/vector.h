@@ -1,0 +1,139 @@
+// Sixteen floats at a time, on any processor: the compiler splits them where its registers are narrower.
+//
+// `vectors(n, body)` calls body(i, span) for each group; load and store take the span, so one body serves both whole
+// groups and the rest of a row. Infinities and NaN behave as IEEE says: comparisons are written so that NaN passes.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+namespace ortgraph {
+
+constexpr int kLanes = 16;
+typedef float V __attribute__((vector_size(64)));
+typedef std::int32_t Vi __attribute__((vector_size(64)));
+
+struct Full {
+  static constexpr int size() { return kLanes; }
+};
+struct Part {
+  int lanes;
+  int size() const { return lanes; }
+};
+
+template <class Body>
+inline __attribute__((always_inline)) void vectors(std::int64_t n, const Body& body) {
+  std::int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) body(i, Full{});
+  if (i < n) body(i, Part{static_cast<int>(n - i)});
+}
+
+inline V splat(float x) { return V{} + x; }
+
+inline V load(const float* p, Full, float = 0) {
+  V v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+inline V load(const float* p, Part part, float fill = 0) {
+  V v = splat(fill);
+  std::memcpy(&v, p, static_cast<std::size_t>(part.lanes) * sizeof(float));
+  return v;
+}
+inline void store(float* p, V v, Full) { std::memcpy(p, &v, sizeof v); }
+inline void store(float* p, V v, Part part) {
+  std::memcpy(p, &v, static_cast<std::size_t>(part.lanes) * sizeof(float));
+}
+// Zero in the lanes outside the span.
+inline V keep(V v, Full) { return v; }
+inline V keep(V v, Part part) {
+  constexpr Vi lane{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return lane < part.lanes ? v : V{};
+}
+
+// Minus infinity in the lanes outside the span.
+inline V outside(V v, Full) { return v; }
+inline V outside(V v, Part part) {
+  constexpr Vi lane{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return lane < part.lanes ? v : splat(-std::numeric_limits<float>::infinity());
+}
+
+// Sums and maxima in one fixed order.
+inline float sum(V v) {
+  float x[kLanes];
+  std::memcpy(x, &v, sizeof x);
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    for (int i = 0; i < width; ++i) x[i] += x[i + width];
+  }
+  return x[0];
+}
+inline V larger(V a, V b) { return a > b ? a : b; }  // NaN in a is dropped, NaN in b is kept
+inline float largest(V v) {
+  float x[kLanes];
+  std::memcpy(x, &v, sizeof x);
+  float best = x[0];
+  for (int i = 1; i < kLanes; ++i) best = best > x[i] ? best : x[i];
+  return best;
+}
+
+inline V magnitude(V x) { return reinterpret_cast<V>(reinterpret_cast<Vi>(x) & 0x7fffffff); }
+
+// exp(high + low) for |low| much smaller than 1. Relative error below 1.2e-7, subnormal results included.
+// Cody-Waite reduction to |r| <= ln(2)/2 and a polynomial fitted for least relative error.
+inline V exp_sum(V high, V low) {
+  high = high < -104.0f ? splat(-104.0f) : high;
+  high = high > 89.0f ? splat(89.0f) : high;
+  const V magic = splat(12582912.0f);  // 1.5 * 2^23: the sum's low bits are the rounded quotient
+  const V shifted = (high + low) * 1.44269504f + magic;
+  const V n = shifted - magic;
+  V r = high - n * 0.693145751953125f;
+  r = r - n * 1.42860677e-6f + low;
+  V p = splat(1.98581270e-4f);
+  p = p * r + 1.39344973e-3f;
+  p = p * r + 8.33336171e-3f;
+  p = p * r + 4.16664556e-2f;
+  p = p * r + 1.66666672e-1f;
+  p = p * r + 0.5f;
+  p = p * r * r + r + 1.0f;
+  const Vi exponent = reinterpret_cast<Vi>(shifted) - reinterpret_cast<Vi>(magic);
+  const Vi half = exponent >> 1;
+  p *= reinterpret_cast<V>((half + 127) << 23);
+  return p * reinterpret_cast<V>((exponent - half + 127) << 23);
+}
+
+inline V exp(V x) { return exp_sum(x, V{}); }
+
+inline V sigmoid(V x) { return 1.0f / (1.0f + exp(-x)); }
+
+struct Normal {
+  V cdf;      // Phi(x)
+  V density;  // exp(-x^2 / 2), without the factor 1 / sqrt(2 pi)
+};
+
+// Relative error of Phi below 3e-7 down to where it underflows: Phi(-a) = exp(-a^2/2) P(q) / (1 + a) with
+// q = (a - 4) / (a + 4); P is fitted to erfcx(a / sqrt(2)) (1 + a) / 2 for least relative error on 0 <= a <= 14.5.
+inline Normal normal(V x) {
+  V a = magnitude(x);
+  a = a > 14.5f ? splat(14.5f) : a;
+  // a^2 without rounding: the leading 12 bits squared are exact, the rest goes into the low part.
+  const V lead = reinterpret_cast<V>(reinterpret_cast<Vi>(a) & ~0xfff);
+  const V density = exp_sum(-0.5f * (lead * lead), -0.5f * ((a + lead) * (a - lead)));
+  const V q = (a - 4.0f) / (a + 4.0f);
+  V p = splat(-7.16119506e-05f);
+  p = p * q - 6.05581131e-05f;
+  p = p * q + 0.000692858744f;
+  p = p * q - 0.000303759471f;
+  p = p * q - 0.00500438198f;
+  p = p * q + 0.0179402028f;
+  p = p * q - 0.0321972696f;
+  p = p * q + 0.0285999807f;
+  p = p * q + 0.0139995961f;
+  p = p * q - 0.0967034669f;
+  p = p * q + 0.472053207f;
+  const V tail = density * p / (1.0f + a);
+  return {x > 0.0f ? 1.0f - tail : tail, density};
+}
+
+}  // namespace ortgraph

@@ -1,0 +1,128 @@
+"""Every kernel: declared in-place pairs by brute force, repeated runs, thread counts, table against specification."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from ortgraph.ops.kernels import KERNELS
+from ortgraph.ops.spec import lookup
+
+_RNG = np.random.default_rng(5)
+
+
+def _f(*shape):
+    return _RNG.standard_normal(shape).astype(np.float32)
+
+
+def _indices(high, *shape):
+    return _RNG.integers(0, high, shape)
+
+
+_ROWS, _WIDTH, _TABLE = 300, 67, 1900  # odd sizes, several pieces, a rest after whole vectors
+_LR, _STEP = np.float32(1e-2), np.int64(3)
+
+
+def _moments(*shape):
+    return [_f(*shape), _f(*shape) ** 2]
+
+
+def _adam():
+    return [_LR, _STEP, _f(_ROWS, _WIDTH), _f(_ROWS, _WIDTH), *_moments(_ROWS, _WIDTH), np.float32(0.5)]
+
+
+def _norm(extra=()):
+    x = _f(_ROWS, _WIDTH)
+    mean = x.mean(1, keepdims=True)
+    inv = 1 / np.sqrt(x.var(1, keepdims=True) + np.float32(1e-5))
+    return [_f(_ROWS, _WIDTH), x, mean, inv.astype(np.float32), _f(_WIDTH), *extra]
+
+
+def _multi():
+    result = [_LR, _STEP, None]
+    for shape in ((40000,), (3, 5), (70001,)):
+        result += [_f(*shape), _f(*shape), *_moments(*shape)]
+    return result
+
+
+def _softmax():
+    e = np.exp(_f(_ROWS, _WIDTH))
+    return [_f(_ROWS, _WIDTH), (e / e.sum(1, keepdims=True)).astype(np.float32)]
+
+
+_PAIR = [_f(_ROWS, _WIDTH), _f(_ROWS, _WIDTH)]
+_SCORES, _TARGET = _f(_ROWS, _WIDTH), _indices(_WIDTH, _ROWS)
+_TARGET[::7] = -100
+
+# name -> (inputs, number of outputs, attributes)
+CASES = {
+    "AdamW": (_adam(), 3, {}),
+    "MultiAdamW": (_multi(), 9, {}),
+    "EmbeddingAdamW": (
+        [_LR, _STEP, _f(_TABLE, _WIDTH), _f(_ROWS, _WIDTH), _indices(50, _ROWS), *_moments(_TABLE, _WIDTH)], 3,
+        {"padding_idx": 4},
+    ),
+    "EmbeddingGrad": ([_f(_ROWS, _WIDTH), _indices(50, _ROWS)], 1, {"rows": _TABLE}),
+    "BiasGelu": ([_f(_ROWS, _WIDTH), _f(_WIDTH)], 1, {}),
+    "BiasGeluGrad": ([*_PAIR, _f(_WIDTH)], 2, {}),
+    "Gelu": (_PAIR[:1], 1, {"approximate": "tanh"}),
+    "Silu": (_PAIR[:1], 1, {}),
+    "LayerNorm": ([_f(_ROWS, _WIDTH), _f(_WIDTH), _f(_WIDTH)], 3, {}),
+    "AddLayerNorm": ([*_PAIR, _f(_WIDTH), _f(_WIDTH), _f(_WIDTH)], 4, {}),
+    "LayerNormGrad": (_norm(), 3, {}),
+    "LayerNormGradAdd": (_norm([_f(_ROWS, _WIDTH)]), 3, {}),
+    "Softmax": (_PAIR[:1], 1, {}),
+    "ScaledMaskedSoftmax": ([_f(3, 10, 10, _WIDTH), _f(3, 1, 1, _WIDTH)], 1, {"scale": 0.3}),
+    "SoftmaxGrad": (_softmax(), 1, {}),
+    "ScaledSoftmaxGrad": (_softmax(), 1, {"scale": 0.3}),
+    "CrossEntropy": ([_SCORES, _TARGET], 3, {}),
+    "CrossEntropyGrad": ([np.float32(2), _SCORES - 5, _TARGET, None, np.float32(9)], 1, {}),
+    "CrossEntropyStatistics": ([_SCORES, _TARGET], 3, {}),
+    "CrossEntropyStatisticsGrad": (
+        [np.float32(2), _SCORES, _TARGET, None, np.float32(9), _f(_ROWS) + 5], 1, {},
+    ),
+    "BiasGrad": ([_f(_ROWS, _WIDTH)], 1, {}),
+}  # fmt: skip
+for _name in ("GeluGrad", "SiluGrad", "ReluGrad", "TanhGrad", "SigmoidGrad", "LogSoftmaxGrad"):
+    CASES[_name] = (_PAIR, 1, {})
+
+
+def test_every_kernel_has_a_case():
+    assert set(CASES) == set(KERNELS)
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_same_bits_at_any_thread_count_and_every_time(kernel, name):
+    inputs, outputs, attributes = CASES[name]
+    first = kernel(name, inputs, outputs, threads=1, **attributes).run()
+    assert all(np.isfinite(y).all() for y in first)
+    runner = kernel(name, inputs, outputs, threads=2, **attributes)
+    for _ in range(10):
+        for a, b in zip(first, runner.run(), strict=True):
+            assert np.array_equal(a, b)
+
+
+@pytest.mark.parametrize("name", sorted(n for n, entry in KERNELS.items() if entry.inplace))
+def test_declared_pairs(kernel, name):
+    inputs, outputs, attributes = CASES[name]
+    runner = kernel(name, inputs, outputs, **attributes)
+    expected = runner.run()
+    pairs = [(i, o) for i, o in KERNELS[name].inplace if i < len(inputs) and inputs[i] is not None]
+    tried = 0
+    for count in range(1, outputs + 1):
+        for chosen in itertools.islice(itertools.combinations(pairs, count), 40):
+            if len({i for i, _ in chosen}) < count or len({o for _, o in chosen}) < count:
+                continue
+            tried += 1
+            for a, b in zip(expected, runner.run_inplace(chosen, expected), strict=True):
+                assert np.array_equal(a, b), (name, chosen)
+    assert tried
+
+
+@pytest.mark.parametrize("name", sorted(KERNELS))
+def test_table_and_specification_agree(name):
+    entry, spec = KERNELS[name], lookup("ortgraph.kernels", name)
+    assert spec.known and spec.inplace == entry.inplace and not spec.alias
+    if entry.implements is not None and entry.implements[0]:
+        assert lookup(*entry.implements).known
