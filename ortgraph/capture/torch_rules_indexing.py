@@ -1,0 +1,181 @@
+"""Gather, scatter, embedding. Sums into repeated places go through EmbeddingGrad or ScatterElements, never ScatterND."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+from ortgraph.capture.torch_rules import rule
+from ortgraph.capture.torch_translate import Dim, Translation
+
+INT64 = ir.DataType.INT64
+
+
+@rule("embedding.default")
+def _embedding(t: Translation, weight: ir.Value, indices: ir.Value, **_: Any) -> ir.Value:
+    return t.op("Gather", weight, indices, axis=0)
+
+
+@rule("embedding_dense_backward.default")
+def _embedding_backward(
+    t: Translation, grad_output: ir.Value, indices: ir.Value, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
+) -> ir.Value:
+    if scale_grad_by_freq:
+        raise t.unsupported("embedding with scale_grad_by_freq=True", "use scale_grad_by_freq=False")
+    return t.composite("EmbeddingGrad", grad_output, indices, rows=num_weights, padding_idx=padding_idx)
+
+
+@rule("index_select.default")
+def _index_select(t: Translation, self: ir.Value, dim: int, index: ir.Value) -> ir.Value:
+    return t.op("Gather", self, index, axis=dim)
+
+
+@rule("gather.default")
+def _gather(t: Translation, self: ir.Value, dim: int, index: ir.Value, sparse_grad: bool) -> ir.Value:
+    return t.op("GatherElements", self, index, axis=dim)
+
+
+@rule("scatter_add.default")
+def _scatter_add(t: Translation, self: ir.Value, dim: int, index: ir.Value, src: ir.Value) -> ir.Value:
+    return t.op("ScatterElements", self, index, _cut(t, src, index), axis=dim, reduction="add")
+
+
+@rule("scatter.src")
+def _scatter(t: Translation, self: ir.Value, dim: int, index: ir.Value, src: ir.Value) -> ir.Value:
+    return t.op("ScatterElements", self, index, _cut(t, src, index), axis=dim)
+
+
+@rule("scatter.value")
+def _scatter_value(t: Translation, self: ir.Value, dim: int, index: ir.Value, value: Any) -> ir.Value:
+    return t.op("ScatterElements", self, index, t.filled(value, t.dims(index), t.out_dtype()), axis=dim)
+
+
+def _cut(t: Translation, src: ir.Value, index: ir.Value) -> ir.Value:
+    """PyTorch lets ``src`` be larger than ``index``; ONNX does not."""
+    want = t.dims(index)
+    if t.dims(src) == want:
+        return src
+    n = len(want)
+    return t.op("Slice", src, t.build.ints([0] * n), t.shape_input(want), t.build.ints(range(n)))
+
+
+def _placed(t: Translation, indices: Sequence[ir.Value | None], dims: Sequence[Dim]) -> list[int]:
+    """Axes that carry an index tensor. Refuses masks, whose result size depends on values."""
+    axes = [i for i, index in enumerate(indices) if index is not None]
+    for axis in axes:
+        index = indices[axis]
+        assert index is not None
+        if index.dtype == ir.DataType.BOOL:
+            raise t.unsupported("indexing with a boolean mask", "use torch.where or masked_fill: sizes may not depend on values")
+    return axes
+
+
+def _adjacent(axes: Sequence[int]) -> bool:
+    return list(axes) == list(range(axes[0], axes[0] + len(axes)))
+
+
+def _linear(t: Translation, indices: Sequence[ir.Value], sizes: Sequence[Dim]) -> ir.Value:
+    """One index into the flattened indexed axes; negative indices are wrapped."""
+    total: ir.Value | None = None
+    for index, size in zip(indices, sizes, strict=True):
+        at = t.cast(index, INT64)
+        extent = t.tensor(size, INT64)
+        wrapped = t.op("Where", t.op("Less", at, t.scalar(0, INT64)), t.op("Add", at, extent), at)
+        total = wrapped if total is None else t.op("Add", t.op("Mul", total, extent), wrapped)
+    assert total is not None
+    return total
+
+
+@rule("index.Tensor", "_unsafe_index.Tensor")
+def _index(t: Translation, self: ir.Value, indices: Sequence[ir.Value | None]) -> ir.Value:
+    dims = t.dims(self)
+    axes = _placed(t, indices, dims)
+    if not axes:
+        return self
+    if len(axes) == 1:
+        return t.op("Gather", self, indices[axes[0]], axis=axes[0])
+    flat, at, perm = _flattened(t, self, indices, axes)
+    picked = t.op("Gather", flat, at, axis=0)
+    if not _adjacent(axes) or axes[0] == 0:
+        return picked
+    # adjacent indices in the middle: their dimensions stay where the indexed axes were
+    inner = len(t.out_dims()) - (len(dims) - len(axes))
+    order = [*range(inner, inner + axes[0]), *range(inner), *range(inner + axes[0], len(t.out_dims()))]
+    out = t.out_dims()
+    back = [out[order.index(i)] for i in range(len(order))]
+    t.typed(picked, t.out_dtype(), back)
+    return t.transpose(picked, order)
+
+
+def _flattened(
+    t: Translation, value: ir.Value, indices: Sequence[ir.Value | None], axes: Sequence[int]
+) -> tuple[ir.Value, ir.Value, list[int]]:
+    dims = t.dims(value)
+    perm = [*axes, *(i for i in range(len(dims)) if i not in axes)]
+    first = t.transpose(value, perm)
+    rows: Dim = 1
+    for axis in axes:
+        rows = rows * dims[axis]
+    flat = t.reshape(first, [rows, *(dims[i] for i in perm[len(axes) :])])
+    used = [i for i in (indices[a] for a in axes) if i is not None]
+    return flat, _linear(t, used, [dims[a] for a in axes]), perm
+
+
+@rule("index_put.default", "_unsafe_index_put.default")
+def _index_put(
+    t: Translation, self: ir.Value, indices: Sequence[ir.Value | None], values: ir.Value, accumulate: bool, **_: Any
+) -> ir.Value:
+    """Accumulating: rows summed by EmbeddingGrad. Otherwise ScatterND, whose order only matters for repeated indices."""
+    dims = t.dims(self)
+    if len(indices) == 1 and indices[0] is not None and indices[0].dtype == ir.DataType.BOOL and not accumulate:
+        return _masked_put(t, self, indices[0], values)
+    axes = _placed(t, indices, dims)
+    if len(axes) > 1 and not _adjacent(axes):
+        raise t.unsupported("index_put with index tensors that are apart", "index neighbouring dimensions")
+    used = [i for i in (indices[a] for a in axes) if i is not None]
+    at = _linear(t, used, [dims[a] for a in axes])
+    rest = [i for i in range(len(dims)) if i not in axes]
+    spread = t.dims(at)
+    rows: Dim = 1
+    for axis in axes:
+        rows = rows * dims[axis]
+    full = [*(dims[i] for i in rest if i < axes[0]), *spread, *(dims[i] for i in rest if i > axes[0])]
+    source = t.expand(values, full)
+    lead = sum(1 for i in rest if i < axes[0])
+    n = len(spread)
+    source = t.transpose(source, [*range(lead, lead + n), *range(lead), *range(lead + n, len(full))])
+    width: Dim = 1
+    for i in rest:
+        width = width * dims[i]
+    source = t.reshape(source, [*spread, width])
+    perm = [*axes, *rest]
+    inverse = [perm.index(i) for i in range(len(perm))]
+    if accumulate:
+        if not isinstance(rows, int):
+            raise t.unsupported("a gradient summed into a symbolic number of rows", "keep the indexed dimension static")
+        summed = t.composite("EmbeddingGrad", source, at, rows=rows, padding_idx=-1)
+        summed = t.typed(summed, t.out_dtype(), (rows, width))
+        shaped = t.transpose(t.reshape(summed, [dims[p] for p in perm]), inverse)
+        return shaped if _is_zero(self) else t.op("Add", self, shaped)
+    target = t.reshape(t.transpose(self, perm), [rows, width])
+    put = t.op("ScatterND", target, t.reshape(at, [*spread, 1]), source)
+    put = t.typed(put, t.out_dtype(), (rows, width))
+    return t.transpose(t.reshape(put, [dims[p] for p in perm]), inverse)
+
+
+def _masked_put(t: Translation, self: ir.Value, mask: ir.Value, values: ir.Value) -> ir.Value:
+    if t.dims(values) not in ((), (1,)):
+        raise t.unsupported("index_put of several values under a mask", "use torch.where")
+    dims = t.dims(self)
+    wide = t.reshape(mask, [*t.dims(mask), *([1] * (len(dims) - len(t.dims(mask))))])
+    return t.op("Where", wide, t.reshape(values, ()), self)
+
+
+def _is_zero(value: ir.Value) -> bool:
+    producer = value.producer()
+    if producer is not None and producer.op_type == "Expand":
+        value = producer.inputs[0]  # type: ignore[assignment]
+    tensor = ir.convenience.get_const_tensor(value)
+    return tensor is not None and not tensor.numpy().any()

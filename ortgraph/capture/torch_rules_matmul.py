@@ -1,0 +1,42 @@
+"""Matrix products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+
+from ortgraph.capture.torch_rules import rule
+from ortgraph.capture.torch_translate import Translation
+
+
+@rule("mm.default", "bmm.default", "mv.default", "dot.default", "matmul.default")
+def _mm(t: Translation, **operands: Any) -> ir.Value:
+    a, b = (v for v in operands.values())
+    return t.op("MatMul", a, b)
+
+
+@rule("addmm.default")
+def _addmm(t: Translation, self: ir.Value, mat1: ir.Value, mat2: ir.Value, beta: Any, alpha: Any) -> ir.Value:
+    return t.op("Gemm", mat1, mat2, self, alpha=float(alpha), beta=float(beta))
+
+
+@rule("addmv.default")
+def _addmv(t: Translation, self: ir.Value, mat: ir.Value, vec: ir.Value, beta: Any, alpha: Any) -> ir.Value:
+    return _sum(t, self, t.op("MatMul", mat, vec), beta, alpha)
+
+
+@rule("baddbmm.default")
+def _baddbmm(t: Translation, self: ir.Value, batch1: ir.Value, batch2: ir.Value, beta: Any, alpha: Any) -> ir.Value:
+    return _sum(t, self, t.op("MatMul", batch1, batch2), beta, alpha)
+
+
+def _sum(t: Translation, addend: ir.Value, product: ir.Value, beta: Any, alpha: Any) -> ir.Value:
+    dtype = t.out_dtype()
+    if alpha != 1:
+        product = t.op("Mul", product, t.scalar(alpha, dtype))
+    if beta == 0:
+        return product
+    if beta != 1:
+        addend = t.op("Mul", addend, t.scalar(beta, dtype))
+    return t.op("Add", addend, product)

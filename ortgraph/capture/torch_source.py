@@ -1,0 +1,41 @@
+"""Where an FX node comes from: module path, source line, half of the graph."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from torch.fx import Node
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+ROOT = "module"  # attribute under which capture holds the user's module
+
+
+def module_path(node: Node) -> str:
+    """Path of the innermost module in the user's model (``encoder.layer.0.attention``), "" at the root."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    paths = [entry[0] if isinstance(entry, tuple) else str(entry) for entry in stack.values()]
+    return user_path(paths[-1]) if paths else ""
+
+
+def user_path(path: str) -> str:
+    """A path inside the traced wrapper as the user knows it."""
+    if path == ROOT:
+        return ""
+    return path.removeprefix(f"{ROOT}.")
+
+
+def source_line(node: Node) -> str:
+    """``file:line`` of the innermost frame outside torch, with the two last parts of the file's path."""
+    trace = node.meta.get("stack_trace") or node.meta.get("fwd_stack_trace") or ""
+    frames = [(m["file"], m["line"]) for m in _FRAME.finditer(trace)]
+    own = [f for f in frames if f"{os.sep}torch{os.sep}" not in f[0]] or frames
+    if not own:
+        return ""
+    file, line = own[-1]
+    return f"{'/'.join(file.replace(os.sep, '/').split('/')[-2:])}:{line}"
+
+
+def phase_of(node: Node) -> str:
+    """``forward`` or ``backward``."""
+    return "backward" if node.meta.get("partitioner_tag") == "is_backward" else "forward"
