@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 import onnx_ir as ir
-from ortgraph.ops.spec import COMPOSITE
+from ortgraph.ops.spec import COMPOSITE, CONTRIB
 from ortgraph.passes.canonical.values import BEFORE_PLAN, Edit, constant_array, constant_ints, dims, same_shape
 
 from ortgraph.graph import TrainingGraph
@@ -63,6 +63,8 @@ def _source(node: ir.Node, version: int) -> ir.Value | None:
     if node.domain == COMPOSITE:
         ratio_zero = node.op_type == "Dropout" and node.attributes.get_float("ratio", 0.5) == 0
         return node.inputs[0] if ratio_zero else None
+    if node.domain == CONTRIB and node.op_type == "ReduceSumTraining" and node.inputs:
+        return node.inputs[0] if _reduce_nothing(node, version) else None
     if node.domain not in ("", "ai.onnx") or not node.inputs or not node.outputs:
         return None
     if node.op_type in _NEUTRAL:
@@ -130,10 +132,14 @@ def _one_input(node: ir.Node, x: ir.Value, version: int) -> bool:
     return len(node.inputs) == 1
 
 
-def _reduce_nothing(node: ir.Node, x: ir.Value, version: int) -> bool:
+def _reduce_sum(node: ir.Node, x: ir.Value, version: int) -> bool:
+    return version >= 13 and _reduce_nothing(node, version)
+
+
+def _reduce_nothing(node: ir.Node, version: int) -> bool:
     axes = _input(node, 1)
     no_axes = axes is None or constant_ints(axes) == ()
-    return version >= 13 and no_axes and node.attributes.get_int("noop_with_empty_axes", 0) == 1
+    return no_axes and node.attributes.get_int("noop_with_empty_axes", 0) == 1
 
 
 def _dropout(node: ir.Node, x: ir.Value, version: int) -> bool:
@@ -154,7 +160,7 @@ _RULES: dict[str, _Rule] = {
     "Identity": _identity, "Cast": _same_dtype, "Reshape": _reshape, "Flatten": _same_bytes, "Squeeze": _same_bytes,
     "Unsqueeze": _same_bytes, "Tile": _same_bytes, "Expand": _expand, "Transpose": _transpose, "Slice": _slice,
     "Pad": _pad, "Concat": _one_input, "Sum": _one_input, "Max": _one_input, "Min": _one_input, "Mean": _one_input,
-    "ReduceSum": _reduce_nothing, "Dropout": _dropout,
+    "ReduceSum": _reduce_sum, "Dropout": _dropout,
 }  # fmt: skip
 
 # Operator -> (neutral element, input positions at which it is neutral).

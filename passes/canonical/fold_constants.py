@@ -14,7 +14,6 @@ from ortgraph.passes.canonical.evaluate import Refused, evaluate
 from ortgraph.passes.canonical.values import BEFORE_PLAN, Edit, bodies, constant_tensor, is_standard
 
 from ortgraph.graph import Names, TrainingGraph, static_shape
-from ortgraph.graph.edit import stamp
 from ortgraph.manager.base import Changes, GraphPass, Refusal
 
 _INPUT_BYTES = 16 << 20
@@ -136,11 +135,7 @@ class _Folder:
     def _to_identity(self, node: ir.Node, array: np.ndarray) -> None:
         names = Names(self.graph)  # rare: one per graph output that is constant
         constant = self.edit.constant(array, names.fresh(f"{node.outputs[0].name}.value"))
-        node.resize_inputs(1)
-        node.replace_input_with(0, constant)
-        node.op_type = "Identity"
-        node.attributes.clear()
-        stamp(node, FoldConstants.name)
+        self.edit.become_identity(node, constant, FoldConstants.name)
 
     def finish(self) -> None:
         """Drop the folded nodes, and the constants that only they read."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from ortgraph.graph import STAGES, replace_value
+from ortgraph.graph import STAGES, replace_value, stamp
 
 BEFORE_PLAN = STAGES[:-1]  # a planned graph has its order and places fixed: canonical passes come before
 
@@ -167,6 +167,14 @@ class Edit:
         value = ir.Value(name=name, shape=ir.Shape(tensor.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
         self.graph.register_initializer(value)
         return value
+
+    def become_identity(self, node: ir.Node, source: ir.Value, by: str) -> None:
+        """Turn a node with one output, a graph output that keeps its name, into Identity of ``source``."""
+        node.op_type, node.domain = "Identity", ""
+        node.attributes.clear()
+        node.resize_inputs(1)
+        node.replace_input_with(0, source)
+        stamp(node, by)
 
 
 def refine(kept: ir.Value, other: ir.Value) -> None:
