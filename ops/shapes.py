@@ -205,3 +205,8 @@ def zeros_like(b: Builder, value: ir.Value) -> ir.Value:
 def zeros(b: Builder, shape: Sequence[int], dtype: ir.DataType) -> ir.Value:
     """Zeros of a static shape."""
     return b.op("ConstantOfShape", b.ints(shape), value=ir.tensor([0], dtype=dtype))
+
+
+def indicator(b: Builder, mask: ir.Value, dtype: ir.DataType | None) -> ir.Value:
+    """1 where a mask holds, else 0. By way of uint8: ONNX Runtime 1.19 casts bool to float three times slower."""
+    return b.op("Cast", b.op("Cast", mask, to=ir.DataType.UINT8), to=dtype)
