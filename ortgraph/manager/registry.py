@@ -38,6 +38,8 @@ TABLE: dict[str, str] = {
     "fuse-matmul-transpose": "ortgraph.passes.fusion.matmul_transpose:FuseMatmulTranspose",
     "fuse-matmul-scale": "ortgraph.passes.fusion.matmul_scale:FuseMatmulScale",
     "fuse-weight-gradient": "ortgraph.passes.fusion.weight_gradient:FuseWeightGradient",
+    "fuse-gelu": "ortgraph.passes.fusion.gelu:FuseGelu",
+    "fuse-activation-gradient": "ortgraph.passes.fusion.activation_gradient:FuseActivationGradient",
 }
 _plugins: dict[str, type[GraphPass]] = {}
 
