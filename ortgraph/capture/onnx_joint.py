@@ -197,5 +197,5 @@ def _node(proto: onnx.NodeProto, value_of, names: Names) -> ir.Node:
     inputs = [value_of(n) if n else None for n in proto.input]
     outputs = [value_of(n) if n else ir.Value(name="") for n in proto.output]
     domain = "" if proto.domain == "ai.onnx" else proto.domain
-    name = names.fresh(f"backward.{proto.op_type.lower()}")
+    name = names.fresh_node(f"backward.{proto.op_type.lower()}")
     return ir.Node(domain, proto.op_type, inputs, attributes, outputs=outputs, name=name)

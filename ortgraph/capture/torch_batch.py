@@ -114,13 +114,18 @@ def _target_of(items: Any, mapping: bool) -> Any:
     found = [k for k in items if k in TARGETS]
     if len(found) != 1:
         raise InputError(
-            f"loss(output, target) needs one target in the batch; it has {list(items)}", f"call it one of {', '.join(TARGETS)}"
+            f"loss(output, target) needs one target in the batch; it has {list(items)}",
+            f"call it one of {', '.join(TARGETS)}",
         )
     return found[0]
 
 
 def _keyword(
-    module: torch.nn.Module, items: dict[str, Any], parameters: Mapping[str, inspect.Parameter], target: Any, has_loss: bool
+    module: torch.nn.Module,
+    items: dict[str, Any],
+    parameters: Mapping[str, inspect.Parameter],
+    target: Any,
+    has_loss: bool,
 ) -> tuple[tuple[Any, ...], dict[Any, str]]:
     anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     foreign = [k for k in items if k != target and k not in parameters and not anything]

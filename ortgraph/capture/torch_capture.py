@@ -74,7 +74,13 @@ def capture(
     from ortgraph.capture.torch_step import capture_step
 
     graph = capture_step(
-        module, example_batch, dynamic, loss, opset=opset, tangents=tuple(tangents), input_gradients=tuple(input_gradients)
+        module,
+        example_batch,
+        dynamic,
+        loss,
+        opset=opset,
+        tangents=tuple(tangents),
+        input_gradients=tuple(input_gradients),
     )
     for hook in after:
         graph = _apply(hook, graph)

@@ -105,9 +105,7 @@ def _aot_joint(
     fake_mode = next((f.fake_mode for f in fakes if hasattr(f, "fake_mode")), None)
     if fake_mode is not None:
         stack.enter_context(tracing(TracingContext(fake_mode)))
-    return aot_export_joint_with_descriptors(
-        stack, exported, fakes, decompositions=dict(decompositions)
-    ).graph_module
+    return aot_export_joint_with_descriptors(stack, exported, fakes, decompositions=dict(decompositions)).graph_module
 
 
 def _fake_inputs(program: torch.export.ExportedProgram) -> tuple[Any, ...]:

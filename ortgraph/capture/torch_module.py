@@ -102,7 +102,9 @@ def _loss_of(
         value, name = named[loss], loss
     elif isinstance(loss, int):
         if not isinstance(outputs, (tuple, list)) or not -len(outputs) <= loss < len(outputs):
-            raise InputError(f"loss={loss} does not index the module's result ({type(outputs).__name__})", "give a name")
+            raise InputError(
+                f"loss={loss} does not index the module's result ({type(outputs).__name__})", "give a name"
+            )
         value, name = outputs[loss], LOSS
     else:
         value = _called(loss, outputs, named, batch, tensors, target)

@@ -11,8 +11,19 @@ from typing import Any
 Rule = Callable[..., Any]
 
 FAMILIES = (
-    "elementwise", "activation", "create", "movement", "indexing", "matmul", "reduction", "normalization", "loss",
-    "convolution", "pooling", "attention", "random",
+    "elementwise",
+    "activation",
+    "create",
+    "movement",
+    "indexing",
+    "matmul",
+    "reduction",
+    "normalization",
+    "loss",
+    "convolution",
+    "pooling",
+    "attention",
+    "random",
 )
 
 _RULES: dict[str, Rule] = {}

@@ -42,9 +42,9 @@ def _convolution_backward(
     dx = t.op("Conv", grad_output, weight, None, **attributes) if output_mask[0] else None
     dw = None
     if output_mask[1]:
-        dw = t.composites(
-            "ConvGrad", input, grad_output, weight, outputs=3, wanted=[False, True, False], **attributes
-        )[1]
+        dw = t.composites("ConvGrad", input, grad_output, weight, outputs=3, wanted=[False, True, False], **attributes)[
+            1
+        ]
     db = None
     if output_mask[2]:
         axes = [i for i in range(len(t.dims(grad_output))) if i != 1]

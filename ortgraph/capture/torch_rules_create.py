@@ -43,7 +43,9 @@ def _arange(t: Translation, end: Any, start: Any = 0, step: Any = 1, **_: Any) -
     if all(isinstance(x, (int, float)) for x in (start, end, step)):
         count = t.out_dims()[0]
         assert isinstance(count, int)
-        values = np.asarray(start + np.arange(count, dtype=np.float64 if dtype.is_floating_point() else np.int64) * step)
+        values = np.asarray(
+            start + np.arange(count, dtype=np.float64 if dtype.is_floating_point() else np.int64) * step
+        )
         return t.const(values.astype(dtype.numpy()), dtype)
     return t.op("Range", t.tensor(start, dtype), t.tensor(end, dtype), t.tensor(step, dtype))
 

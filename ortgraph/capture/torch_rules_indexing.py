@@ -20,7 +20,12 @@ def _embedding(t: Translation, weight: ir.Value, indices: ir.Value, **_: Any) ->
 
 @rule("embedding_dense_backward.default")
 def _embedding_backward(
-    t: Translation, grad_output: ir.Value, indices: ir.Value, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
+    t: Translation,
+    grad_output: ir.Value,
+    indices: ir.Value,
+    num_weights: int,
+    padding_idx: int,
+    scale_grad_by_freq: bool,
 ) -> ir.Value:
     if scale_grad_by_freq:
         raise t.unsupported("embedding with scale_grad_by_freq=True", "use scale_grad_by_freq=False")
@@ -68,7 +73,9 @@ def _placed(t: Translation, indices: Sequence[ir.Value | None], dims: Sequence[D
         index = indices[axis]
         assert index is not None
         if index.dtype == ir.DataType.BOOL:
-            raise t.unsupported("indexing with a boolean mask", "use torch.where or masked_fill: sizes may not depend on values")
+            raise t.unsupported(
+                "indexing with a boolean mask", "use torch.where or masked_fill: sizes may not depend on values"
+            )
     return axes
 
 

@@ -204,7 +204,9 @@ def _flip(t: Translation, self: ir.Value, dims: Sequence[int]) -> ir.Value:
     if not axes:
         return self
     n = len(axes)
-    return t.op("Slice", self, t.build.ints([-1] * n), t.build.ints([-_END] * n), t.build.ints(axes), t.build.ints([-1] * n))
+    return t.op(
+        "Slice", self, t.build.ints([-1] * n), t.build.ints([-_END] * n), t.build.ints(axes), t.build.ints([-1] * n)
+    )
 
 
 @rule("roll.default")

@@ -34,9 +34,7 @@ def _layer_norm_backward(
     output_mask: Sequence[bool],
 ) -> Sequence[ir.Value | None]:
     axis = len(t.dims(input)) - len(normalized_shape)
-    return t.composites(
-        "LayerNormGrad", grad_out, input, mean, rstd, weight, outputs=3, wanted=output_mask, axis=axis
-    )
+    return t.composites("LayerNormGrad", grad_out, input, mean, rstd, weight, outputs=3, wanted=output_mask, axis=axis)
 
 
 @rule("_native_batch_norm_legit_functional.default")
@@ -109,7 +107,14 @@ def _batch_norm_backward(
     scale = weight if weight is not None else t.filled(1, [channels], dtype)
     if train:
         return t.composites(
-            "BatchNormGrad", grad_out, input, scale, save_mean, save_invstd, outputs=3, wanted=_at_least_first(output_mask)
+            "BatchNormGrad",
+            grad_out,
+            input,
+            scale,
+            save_mean,
+            save_invstd,
+            outputs=3,
+            wanted=_at_least_first(output_mask),
         )
     rank = len(t.dims(input))
     wide = [1, channels, *([1] * (rank - 2))]

@@ -74,9 +74,7 @@ def _indices_are_read(t: Translation) -> bool:
 
 @rule("max_pool2d_with_indices_backward.default", "max_pool3d_with_indices_backward.default",
       "adaptive_max_pool2d_backward.default", "adaptive_max_pool3d_backward.default")  # fmt: skip
-def _max_pool_backward(
-    t: Translation, grad_output: ir.Value, self: ir.Value, indices: ir.Value, **_: Any
-) -> ir.Value:
+def _max_pool_backward(t: Translation, grad_output: ir.Value, self: ir.Value, indices: ir.Value, **_: Any) -> ir.Value:
     flat = t.flat_indices.get(indices)
     if flat is None:
         raise t.unsupported("a max pooling gradient with computed indices", "use the indices that max pooling gave")
@@ -91,7 +89,9 @@ def _adaptive_max_pool(t: Translation, self: ir.Value, output_size: Sequence[int
 def _even_window(t: Translation, x: ir.Value, out: Sequence[int], what: str) -> dict[str, Any]:
     sizes = t.dims(x)[-len(out) :]
     if not all(isinstance(s, int) and s % o == 0 for s, o in zip(sizes, out, strict=True)):
-        raise t.unsupported(f"{what} of sizes {list(sizes)} to {list(out)}", "choose output sizes that divide the input's")
+        raise t.unsupported(
+            f"{what} of sizes {list(sizes)} to {list(out)}", "choose output sizes that divide the input's"
+        )
     kernel = [int(s) // o for s, o in zip(sizes, out, strict=True)]
     return {"kernel_shape": kernel, "strides": kernel, "pads": [0] * (2 * len(out))}
 

@@ -13,9 +13,7 @@ from ortgraph.capture.torch_translate import Translation
 INT64 = ir.DataType.INT64
 
 
-def reduced(
-    t: Translation, op_type: str, value: ir.Value, dim: int | Sequence[int] | None, keepdim: bool
-) -> ir.Value:
+def reduced(t: Translation, op_type: str, value: ir.Value, dim: int | Sequence[int] | None, keepdim: bool) -> ir.Value:
     """A reduction over ``dim``; over everything when it is None or empty."""
     rank = len(t.dims(value))
     if rank == 0:

@@ -52,6 +52,8 @@ def _arguments(batch: Batch, input_gradients: Sequence[str]) -> tuple[torch.Tens
     for name, tensor in zip(batch.names, batch.tensors, strict=True):
         wanted = name in input_gradients
         if wanted and not tensor.is_floating_point():
-            raise InputError(f"input {name!r} is {tensor.dtype} and has no gradient", "ask for floating point inputs only")
+            raise InputError(
+                f"input {name!r} is {tensor.dtype} and has no gradient", "ask for floating point inputs only"
+            )
         arguments.append(tensor.detach().requires_grad_(wanted))
     return tuple(arguments)

@@ -136,7 +136,12 @@ class Translation:
         return self.build.op(op_type, *inputs, domain=COMPOSITE, **attributes)
 
     def composites(
-        self, op_type: str, *inputs: ir.Value | None, outputs: int, wanted: Sequence[bool] | None = None, **attributes: Any
+        self,
+        op_type: str,
+        *inputs: ir.Value | None,
+        outputs: int,
+        wanted: Sequence[bool] | None = None,
+        **attributes: Any,
     ) -> tuple[ir.Value | None, ...]:
         """A composite with several outputs, of which the unwanted ones are left out."""
         made = self.build.multi(op_type, *inputs, outputs=outputs, domain=COMPOSITE, **attributes)
@@ -258,7 +263,9 @@ class Translation:
     def _compute_size(self, dim: sympy.Expr) -> ir.Value:
         if isinstance(dim, sympy.Symbol):
             if dim not in self._sources:
-                raise CaptureError(f"the size {dim} is not a dimension of any input", "use static shapes (dynamic=None)")
+                raise CaptureError(
+                    f"the size {dim} is not a dimension of any input", "use static shapes (dynamic=None)"
+                )
             value, axis = self._sources[dim]
             return self.op("Shape", value, start=axis, end=axis + 1)
         if isinstance(dim, (sympy.Add, sympy.Mul)):
@@ -299,7 +306,9 @@ class Translation:
             self.env[node] = self.env[node.args[0]][node.args[1]]
             return
         name = _overload_name(target)
-        if name in _IGNORED or isinstance(node.meta.get("val"), (torch.SymInt, torch.SymBool, torch.SymFloat, int, bool)):
+        if name in _IGNORED or isinstance(
+            node.meta.get("val"), (torch.SymInt, torch.SymBool, torch.SymFloat, int, bool)
+        ):
             return
         self.fx = node
         first = len(self.build.made)
@@ -345,7 +354,9 @@ class Translation:
             self._check_value(name, result, fakes, made)
             return result
         if len(result) != len(fakes):
-            raise CaptureError(f"the rule of aten.{name} gave {len(result)} results instead of {len(fakes)}", "report this")
+            raise CaptureError(
+                f"the rule of aten.{name} gave {len(result)} results instead of {len(fakes)}", "report this"
+            )
         for value, fake in zip(result, fakes, strict=True):
             if value is not None and isinstance(fake, torch.Tensor):
                 self._check_value(name, value, fake, made)

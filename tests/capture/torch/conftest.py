@@ -1,0 +1,106 @@
+"""Runs captured graphs by reference expansion and compares them with PyTorch and float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+
+import ortgraph
+from ortgraph.graph import TrainingGraph
+from ortgraph.graph.verify import verify
+from ortgraph.ops.expand import expand_composites
+
+
+def run_graph(
+    graph: TrainingGraph, batch: dict[str, Any], threads: int = 1, repeats: int = 1, **extra: Any
+) -> list[dict[str, np.ndarray]]:
+    """All outputs of a captured graph, run ``repeats`` times with ONNX Runtime and no optimization of its own."""
+    expanded = graph.clone()
+    expand_composites(expanded)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(
+        ir.serde.serialize_model(expanded.model).SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    arrays = {k: np.asarray(v) for k, v in batch.items()}
+    feed = {**graph.values, **arrays, "loss_gradient": np.asarray(1, np.float32), **extra}
+    feed = {i.name: feed[i.name] for i in session.get_inputs()}
+    names = [o.name for o in session.get_outputs()]
+    return [dict(zip(names, session.run(None, feed), strict=True)) for _ in range(repeats)]
+
+
+def torch_gradients(module: torch.nn.Module, loss_of: Callable[[torch.nn.Module], torch.Tensor]) -> tuple[float, dict]:
+    """Loss and gradients of PyTorch."""
+    module.zero_grad()
+    loss = loss_of(module)
+    loss.backward()
+    return loss.item(), {n: p.grad.numpy().copy() for n, p in module.named_parameters() if p.grad is not None}
+
+
+def as_double(batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch with floats in float64."""
+    return {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in batch.items()}
+
+
+def assert_close_gradients(got: dict, want: dict, exact: dict) -> None:
+    """The design's measure, norm-wise per gradient."""
+    assert set(got) == set(want)
+    norm = np.linalg.norm
+    typical = float(np.median([norm(g) for g in exact.values()]))
+    for name in want:
+        error, own, size = norm(got[name] - exact[name]), norm(want[name] - exact[name]), norm(exact[name])
+        allowed = 1e-6 * typical if size < 1e-9 * typical else 4 * own + 1e-6 * size
+        assert error <= allowed, f"{name}: error {error:.2e}, PyTorch's {own:.2e}, norm {size:.2e}"
+
+
+def own_loss(module: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    """The loss of a module that returns it."""
+    result = module(**batch)
+    return result if isinstance(result, torch.Tensor) else result["loss"]
+
+
+@pytest.fixture
+def check_capture() -> Callable[..., TrainingGraph]:
+    """Capture a module, compare every gradient at 1 and 2 threads, and repeat for bit equality."""
+
+    def check(
+        module: torch.nn.Module,
+        batch: dict[str, Any],
+        *,
+        repeats: int = 3,
+        loss_of: Callable[[torch.nn.Module, dict[str, Any]], torch.Tensor] = own_loss,
+        run_batch: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> TrainingGraph:
+        double = copy.deepcopy(module).double()
+        before = copy.deepcopy(module)
+        graph = ortgraph.capture(module, batch, **options)
+        verify(graph, "types")
+        batch = run_batch or batch
+        loss, want = torch_gradients(before, lambda m: loss_of(m, batch))
+        _, exact = torch_gradients(double, lambda m: loss_of(m, as_double(batch)))
+        for threads in (1, 2):
+            runs = run_graph(graph, batch, threads, repeats)
+            for run in runs[1:]:
+                assert all(np.array_equal(run[k], runs[0][k]) for k in run), "repeats differ"
+            got = {n: runs[0][g] for n, g in graph.signature.gradients.items()}
+            assert_close_gradients(got, want, exact)
+            assert abs(runs[0][graph.signature.loss].item() - loss) <= 1e-5 * (abs(loss) + 1e-3)
+        return graph
+
+    return check
+
+
+@pytest.fixture
+def run_captured() -> Callable[..., list[dict[str, np.ndarray]]]:
+    """``run_graph`` for tests."""
+    return run_graph
