@@ -21,8 +21,8 @@ V gelu_tanh(V x) { return x * sigmoid(x * (kTwiceTanh + kTwiceCubic * (x * x)));
 
 V gelu_tanh_slope(V x) {
   const V square = x * x;
-  const V s = sigmoid(x * (kTwiceTanh + kTwiceCubic * square));
-  return s + x * s * (1.0f - s) * (kTwiceTanh + 3.0f * kTwiceCubic * square);
+  const Logistic l = logistic(x * (kTwiceTanh + kTwiceCubic * square));
+  return l.s + x * l.s * l.rest * (kTwiceTanh + 3.0f * kTwiceCubic * square);
 }
 
 V silu(V x) { return x * sigmoid(x); }
@@ -30,8 +30,8 @@ V relu_grad(V dy, V y) { return y > 0.0f ? dy : V{}; }
 V tanh_grad(V dy, V y) { return dy * (1.0f - y * y); }
 V sigmoid_grad(V dy, V y) { return dy * (y * (1.0f - y)); }
 V silu_grad(V dy, V x) {
-  const V s = sigmoid(x);
-  return dy * (s * (1.0f + x * (1.0f - s)));
+  const Logistic l = logistic(x);
+  return dy * (l.s * (1.0f + x * l.rest));
 }
 
 bool is_tanh(const Attributes& a) {

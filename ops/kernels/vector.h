@@ -107,6 +107,16 @@ inline V exp(V x) { return exp_sum(x, V{}); }
 
 inline V sigmoid(V x) { return 1.0f / (1.0f + exp(-x)); }
 
+// s = sigmoid(x) and 1 - s, both with small relative error; x below -87 counts as -87.
+struct Logistic {
+  V s, rest;
+};
+inline Logistic logistic(V x) {
+  const V e = exp(-(x < -87.0f ? splat(-87.0f) : x));
+  const V s = 1.0f / (1.0f + e);
+  return {s, e * s};
+}
+
 struct Normal {
   V cdf;      // Phi(x)
   V density;  // exp(-x^2 / 2), without the factor 1 / sqrt(2 pi)

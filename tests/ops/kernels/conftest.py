@@ -14,12 +14,12 @@ _TYPES = {np.dtype(np.float32): TensorProto.FLOAT, np.dtype(np.int64): TensorPro
 
 
 class KernelRunner:
-    """One kernel in a session of its own; ``None`` in ``inputs`` is an absent input, in ``outputs`` an absent output."""
+    """One kernel in a session of its own; ``None`` in ``inputs`` is an absent input."""
 
     def __init__(self, op, inputs, outputs, threads=2, domain="ortgraph.kernels", **attributes):
         if not kernels.available():
             pytest.skip(kernels.reason())
-        self.feeds = {f"i{i}": np.ascontiguousarray(x) for i, x in enumerate(inputs) if x is not None}
+        self.feeds = {f"i{i}": np.array(x, order="C") for i, x in enumerate(inputs) if x is not None}
         self.names = [f"o{i}" for i in range(outputs) if f"o{i}" not in attributes.get("absent", ())]
         attributes.pop("absent", None)
         node = helper.make_node(
