@@ -71,7 +71,11 @@ def _types_differ(entry: KernelEntry, node: ir.Node) -> str | None:
     for name, value in zip(entry.inputs, node.inputs, strict=False):
         if value is None:
             continue
-        wanted = ir.DataType.INT64 if name in entry.integers else ir.DataType.FLOAT
+        wanted = ir.DataType.FLOAT
+        if name in entry.integers:
+            wanted = ir.DataType.INT64
+        elif name in entry.booleans:
+            wanted = ir.DataType.BOOL
         if value.dtype != wanted:
             return f"the kernel takes {name.rstrip('?')} as {wanted.name}, not {value.dtype}"
     return None

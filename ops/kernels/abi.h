@@ -45,6 +45,7 @@ enum Position : std::size_t {
   kOutput = 91,
   kReleaseStatus = 93,
   kReleaseShape = 99,
+  kAttributeInts = 163,
   kParallelFor = 274,
 };
 

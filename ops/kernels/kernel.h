@@ -46,6 +46,7 @@ class Attributes {
   // The double nearest to the shortest decimal that rounds to the stored float: 0.999 is 0.999, not 0.99900001287.
   double decimal(const char* name, double fallback) const;
   std::int64_t integer(const char* name, std::int64_t fallback) const;
+  Shape shape(const char* name) const;  // a list of integers
   std::string text(const char* name, const char* fallback) const;
 
  private:
@@ -176,6 +177,7 @@ void add_embedding(Definitions& to);
 void add_loss(Definitions& to);
 void add_normalization(Definitions& to);
 void add_optimizer(Definitions& to);
+void add_random(Definitions& to);
 void add_reduction(Definitions& to);
 void add_softmax(Definitions& to);
 

@@ -112,6 +112,17 @@ std::string Attributes::text(const char* name, const char* fallback) const {
   return fallback;
 }
 
+Shape Attributes::shape(const char* name) const {
+  Shape shape;
+  std::size_t size = kMaxRank;
+  check(api_,
+        at<Status* (*)(const KernelInfo*, const char*, std::int64_t*, std::size_t*)>(api_, kAttributeInts)(
+            info_, name, shape.dim.data(), &size),
+        "an attribute that must be a list of at most 8 integers");
+  shape.rank = size;
+  return shape;
+}
+
 std::size_t Context::inputs() const {
   std::size_t count = 0;
   check(api_, at<Status* (*)(const KernelContext*, std::size_t*)>(api_, kInputCount)(raw_, &count), "input count");
@@ -208,6 +219,7 @@ extern "C" __attribute__((visibility("default"))) ortgraph::Status* RegisterCust
     add_loss(made);
     add_normalization(made);
     add_optimizer(made);
+    add_random(made);
     add_reduction(made);
     add_softmax(made);
     return made;

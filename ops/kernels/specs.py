@@ -76,7 +76,7 @@ _INFER: dict[str, InferRule] = {
     "CrossEntropyStatisticsGrad": like(1),
     "BiasGrad": lambda node: [_last(0)(node)],
 }
-_ELEMENTWISE = frozenset({"Gelu", "GeluGrad", "Silu", "SiluGrad", "ReluGrad", "TanhGrad", "SigmoidGrad"})
+_ELEMENTWISE = frozenset({"Gelu", "GeluGrad", "Silu", "SiluGrad", "ReluGrad", "TanhGrad", "SigmoidGrad", "DropoutGrad"})
 _OPTIMIZERS = frozenset({"AdamW", "MultiAdamW", "EmbeddingAdamW"})
 
 

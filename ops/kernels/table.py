@@ -21,7 +21,7 @@ Scratch = Callable[[ir.Node], int]
 
 @dataclasses.dataclass(frozen=True)
 class KernelEntry:
-    """One operator of domain ``ortgraph.kernels``. All tensors are float32 but the ones named in ``integers``.
+    """One operator of domain ``ortgraph.kernels``. All tensors are float32 but those in ``integers`` and ``booleans``.
 
     Attributes:
         name: Operator name.
@@ -31,6 +31,7 @@ class KernelEntry:
         inplace: (input, output) pairs: the output may lie over the input when the shapes are equal.
         implements: (domain, operator) that it replaces one to one; None for a fused extra.
         integers: Inputs that are int64.
+        booleans: Inputs and outputs that are bool.
         scratch: Bytes that a run allocates, from a node with static shapes.
         doc: One line: the equation.
     """
@@ -42,6 +43,7 @@ class KernelEntry:
     inplace: tuple[tuple[int, int], ...] = ()
     implements: tuple[str, str] | None = None
     integers: frozenset[str] = frozenset()
+    booleans: frozenset[str] = frozenset()
     scratch: Scratch = lambda node: 0
     doc: str = ""
 
@@ -94,6 +96,8 @@ def _per_row(index: int) -> Scratch:
 _ADAM = ("beta1", "beta2", "epsilon", "weight_decay")
 _LOSS = ("reduction", "ignore_index")
 _STEP = frozenset({"Step"})
+_DRAW = frozenset({"Key", "Step"})
+_MASK = frozenset({"Mask", "Mask?"})
 _TARGET = frozenset({"Target"})
 _BOTH = ((0, 0), (1, 0))
 
@@ -182,6 +186,15 @@ _ENTRIES = (
         "CrossEntropyStatisticsGrad", ("dLoss", "Logits", "Target", "Weight?", "TotalWeight?", "LogSumExp"),
         ("dLogits",), _LOSS, ((1, 0),), integers=_TARGET, doc="CrossEntropyGrad from Logits and LogSumExp",
     ),
+    _composite(
+        "Dropout", ("X", "Key", "Step"), ("Y?", "Mask?"), ("ratio", "node"), ((0, 0),), integers=_DRAW, booleans=_MASK,
+        doc="Mask = U(Key, Step, node) >= ratio, Y = X Mask / (1 - ratio); on dY it gives dX, so no Mask need be kept",
+    ),
+    _composite(
+        "DropoutGrad", ("dY", "Mask"), ("dX",), ("ratio",), ((0, 0),), booleans=_MASK,
+        doc="dX = dY Mask / (1 - ratio)",
+    ),
+    _composite("RandomUniform", ("Key", "Step"), ("U",), ("node", "shape"), integers=_DRAW, doc="U in [0, 1)"),
     KernelEntry("BiasGrad", ("dY",), ("dBias",), scratch=_bias_sums, doc="sum over all dimensions but the last"),
 )  # fmt: skip
 

@@ -21,7 +21,7 @@ def _indices(high, *shape):
 
 
 _ROWS, _WIDTH, _TABLE = 300, 67, 1900  # odd sizes, several pieces, a rest after whole vectors
-_LR, _STEP = np.float32(1e-2), np.int64(3)
+_LR, _STEP, _KEY = np.float32(1e-2), np.int64(3), np.int64(-77)
 
 
 def _moments(*shape):
@@ -83,6 +83,9 @@ CASES = {
         [np.float32(2), _SCORES, _TARGET, None, np.float32(9), _f(_ROWS) + 5], 1, {},
     ),
     "BiasGrad": ([_f(_ROWS, _WIDTH)], 1, {}),
+    "Dropout": ([_f(_ROWS, _WIDTH), _KEY, _STEP], 2, {"ratio": 0.3, "node": 5}),
+    "DropoutGrad": ([_f(_ROWS, _WIDTH), _f(_ROWS, _WIDTH) > 0], 1, {"ratio": 0.3}),
+    "RandomUniform": ([_KEY, _STEP], 1, {"node": 5, "shape": [_ROWS, _WIDTH]}),
 }  # fmt: skip
 for _name in ("GeluGrad", "SiluGrad", "ReluGrad", "TanhGrad", "SigmoidGrad", "LogSoftmaxGrad"):
     CASES[_name] = (_PAIR, 1, {})

@@ -17,7 +17,7 @@ def f32(*shape):
 @pytest.mark.parametrize("decay", [0.0, 0.01, 0.3])
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.8, 0.95), (0.0, 0.9)])
 def test_adamw_follows_pytorch(kernel, decay, betas):
-    """Twelve steps from zero moments. PyTorch's fused form rounds in another order, hence a few units in the last place."""
+    """Twelve steps from zero moments: as near to float64 as PyTorch's fused form, which rounds in another order."""
     shape, rate, epsilon = (37, 53), 3e-3, 1e-8
     w, m, v = f32(*shape), np.zeros(shape, np.float32), np.zeros(shape, np.float32)
     parameter = torch.nn.Parameter(torch.tensor(w))
