@@ -52,7 +52,8 @@ class Liveness:
 
     A storage is a set of values that are the same bytes: a value and what Reshape-like operators make of it, by the
     alias facts of the operator table. Step t is the run of node t. Constants (initializers) are the runtime's own
-    memory; an alias of one is a copy and a storage of its own.
+    memory; an alias of one is a copy and a storage of its own. So is a wanted alias of a graph input: the input's
+    memory may be overwritten before the value is read.
 
     Args:
         graph: The graph; only its nodes in ``order`` count.
@@ -69,6 +70,7 @@ class Liveness:
         self._members: dict[ir.Value, list[ir.Value]] = {}
         self.readers: dict[ir.Value, list[int]] = {}
         self.position: dict[ir.Node, int] = {}
+        self.wanted = frozenset(graph.outputs if wanted is None else wanted)
         self.constants = frozenset(graph.initializers.values())
         self.persistent = frozenset(v for v in graph.inputs if v not in self.constants)
         for value in (*graph.inputs, *graph.initializers.values()):
@@ -78,7 +80,6 @@ class Liveness:
             for value in dict.fromkeys(values_read(node)):
                 self.readers.setdefault(value, []).append(t)
             self._add_outputs(node)
-        self.wanted = frozenset(graph.outputs if wanted is None else wanted)
 
     def _add(self, value: ir.Value, root: ir.Value) -> None:
         self._root[value] = root
@@ -89,12 +90,18 @@ class Liveness:
         for o, value in enumerate(node.outputs):
             i = aliases.get(o)
             source = node.inputs[i] if i is not None and i < len(node.inputs) else None
-            shared = source is not None and source not in self.constants and source in self._root
-            size = nbytes(value)
-            if shared and size is not None and size == nbytes(source) and value.dtype == source.dtype:  # type: ignore[union-attr,arg-type]
-                self._add(value, self._root[source])  # type: ignore[index]
+            if source is not None and self._shares(source, value):
+                self._add(value, self._root[source])
             else:
                 self._add(value, value)
+
+    def _shares(self, source: ir.Value, value: ir.Value) -> bool:
+        if source in self.constants or source not in self._root:
+            return False
+        if value in self.wanted and self._root[source] in self.persistent:
+            return False
+        size = nbytes(value)
+        return size is not None and size == nbytes(source) and value.dtype == source.dtype
 
     def storage(self, value: ir.Value) -> ir.Value:
         """The value that stands for the storage of ``value`` (the first one in it)."""
