@@ -41,13 +41,12 @@ class KernelRunner:
         )
         imports = [helper.make_opsetid("", 18), helper.make_opsetid("ortgraph.kernels", 1)]
         model = helper.make_model(graph, opset_imports=imports, ir_version=9)
+        self.model = model.SerializeToString()
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = 4
         options.register_custom_ops_library(str(kernels.library_path()))
-        self.session = onnxruntime.InferenceSession(
-            model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-        )
+        self.session = onnxruntime.InferenceSession(self.model, options, providers=["CPUExecutionProvider"])
 
     def run(self, **feeds):
         return self.session.run(self.names, {**self.feeds, **feeds})

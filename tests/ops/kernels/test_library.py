@@ -1,0 +1,145 @@
+"""Building, caching and loading the library; what happens without a compiler; the stock runtime."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from ortgraph.ops import kernels
+from ortgraph.ops.kernels import library
+
+from ortgraph.errors import RuntimeSetupError
+
+BUILD = "from ortgraph.ops import kernels; print(kernels.available(), kernels.library_path())"
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """Forget what was built; an empty cache folder."""
+    monkeypatch.setenv("ORTGRAPH_CACHE_DIR", str(tmp_path))
+    kernels._built.cache_clear()
+    yield tmp_path
+    kernels._built.cache_clear()
+
+
+def test_without_a_compiler_it_says_so(fresh, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert not kernels.available()
+    assert "no-such-compiler" in kernels.reason() and "install g++" in kernels.reason()
+    with pytest.raises(RuntimeSetupError, match="no-such-compiler"):
+        kernels.library_path()
+
+
+def test_a_failing_compiler_is_quoted(fresh, monkeypatch):
+    compiler = fresh / "broken"
+    compiler.write_text(
+        "#!/bin/sh\n[ \"$1\" = --version ] && echo broken 1.0 && exit 0\necho 'out of cheese' >&2\nexit 1\n"
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    assert not kernels.available() and "out of cheese" in kernels.reason()
+    assert not list(fresh.rglob("*.so*"))
+
+
+def test_an_unwritable_cache_is_a_reason(fresh, monkeypatch):
+    blocked = fresh / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("ORTGRAPH_CACHE_DIR", str(blocked))
+    assert not kernels.available() and "ORTGRAPH_CACHE_DIR" in kernels.reason()
+
+
+def test_the_key_follows_sources_flags_and_processor(monkeypatch):
+    try:
+        compiler = library.find_compiler()
+    except RuntimeSetupError as error:
+        pytest.skip(str(error))
+    base = library._key(compiler, ("-O3",))
+    assert base == library._key(compiler, ("-O3",)) != library._key(compiler, ("-O2",))
+    monkeypatch.setattr(library, "_processor", lambda: ("another",))
+    assert library._key(compiler, ("-O3",)) != base
+    monkeypatch.undo()
+    monkeypatch.setattr(library, "sources", lambda: [pathlib.Path(__file__)])
+    assert library._key(compiler, ("-O3",)) != base
+
+
+def test_a_built_library_is_found_again(monkeypatch):
+    if not kernels.available():
+        pytest.skip(kernels.reason())
+
+    def refuse(*args):
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(library, "_compile", refuse)
+    assert library.build() == kernels.library_path()
+
+
+@pytest.mark.slow
+def test_processes_that_build_at_once_share_one_library(tmp_path):
+    if not kernels.available():
+        pytest.skip(kernels.reason())
+    command = [sys.executable, "-c", BUILD]
+    environment = {**os.environ, "ORTGRAPH_CACHE_DIR": str(tmp_path)}
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(3)]
+    said = {p.communicate(timeout=280)[0] for p in running}
+    assert len(said) == 1 and said.pop().startswith("True ")
+    assert len([p for p in tmp_path.rglob("*") if p.is_file()]) == 1  # no temporary files left
+
+
+def test_reason_for_a_node():
+    def node(op, *types, domain="ortgraph", shape=(3, 4), **attributes):
+        inputs = [ir.Value(name=f"x{i}", type=ir.TensorType(t), shape=ir.Shape(shape)) for i, t in enumerate(types)]
+        return ir.node(op, inputs, attributes, domain=domain)
+
+    f, half, i64, i32 = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.INT64, ir.DataType.INT32
+    assert kernels.reason(node("Gelu", f)) is None
+    assert kernels.reason(node("Softmax", f, domain="")) is None
+    assert "no kernel for ortgraph.ConvGrad" in kernels.reason(node("ConvGrad", f))
+    assert "X as FLOAT, not FLOAT16" in kernels.reason(node("Gelu", half))
+    assert kernels.reason(node("EmbeddingGrad", f, i64, rows=4)) is None
+    assert "Indices as INT64" in kernels.reason(node("EmbeddingGrad", f, i32, rows=4))
+    assert kernels.reason(node("SoftmaxGrad", f, f, axis=1)) is None
+    assert "last axis" in kernels.reason(node("SoftmaxGrad", f, f, axis=0))
+    assert kernels.reason(node("CrossEntropy", f, i64)) is None
+    assert "[N, C]" in kernels.reason(node("CrossEntropy", f, i64, shape=(3, 4, 5)))
+
+
+STOCK = textwrap.dedent("""
+    import sys, numpy as np, onnxruntime as ort
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 2
+    options.register_custom_ops_library(sys.argv[1])
+    session = ort.InferenceSession(sys.argv[2], options, providers=["CPUExecutionProvider"])
+    feeds = dict(np.load(sys.argv[3]))
+    np.savez(sys.argv[4], *session.run(None, feeds))
+    print(ort.__version__)
+""")
+
+
+@pytest.mark.slow
+def test_one_binary_in_the_stock_runtime(kernel, tmp_path):
+    """Every kernel gives the same bits in another ONNX Runtime. ORTGRAPH_STOCK_PYTHON names a Python that has one."""
+    other = os.environ.get("ORTGRAPH_STOCK_PYTHON")
+    if not other:
+        pytest.skip("ORTGRAPH_STOCK_PYTHON is not set")
+    import importlib.util
+
+    found = importlib.util.spec_from_file_location("kernel_cases", pathlib.Path(__file__).with_name("test_inplace.py"))
+    cases = importlib.util.module_from_spec(found)
+    found.loader.exec_module(cases)
+    for name, (inputs, outputs, attributes) in cases.CASES.items():
+        runner = kernel(name, inputs, outputs, **attributes)
+        model, feeds, result = (tmp_path / f"{name}.{end}" for end in ("onnx", "npz", "out.npz"))
+        model.write_bytes(runner.model)
+        np.savez(feeds, **runner.feeds)
+        command = [other, "-c", STOCK, str(kernels.library_path()), str(model), str(feeds), str(result)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, (name, done.stderr[-2000:])
+        got = np.load(result)
+        for mine, theirs in zip(runner.run(), (got[k] for k in got.files), strict=True):
+            assert np.array_equal(mine, theirs), (name, done.stdout)
