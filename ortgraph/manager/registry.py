@@ -40,6 +40,7 @@ TABLE: dict[str, str] = {
     "fuse-weight-gradient": "ortgraph.passes.fusion.weight_gradient:FuseWeightGradient",
     "fuse-gelu": "ortgraph.passes.fusion.gelu:FuseGelu",
     "fuse-activation-gradient": "ortgraph.passes.fusion.activation_gradient:FuseActivationGradient",
+    "raise-contrib": "ortgraph.passes.fusion.raise_contrib:RaiseContrib",
 }
 _plugins: dict[str, type[GraphPass]] = {}
 
