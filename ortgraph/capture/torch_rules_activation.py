@@ -84,3 +84,19 @@ def _log_softmax_backward(
     t: Translation, grad_output: ir.Value, output: ir.Value, dim: int, input_dtype: Any
 ) -> ir.Value:
     return t.cast(t.composite("LogSoftmaxGrad", grad_output, output, axis=dim), t.out_dtype())
+
+
+@rule("elu.default")
+def _elu(t: Translation, self: ir.Value, alpha: float, scale: float, input_scale: float) -> ir.Value:
+    dtype = t.out_dtype()
+    inner = self if input_scale == 1 else t.op("Mul", self, t.scalar(input_scale, dtype))
+    if scale == 1 and input_scale == 1:
+        return t.op("Elu", self, alpha=float(alpha))
+    negative = t.op("Mul", t.op("Sub", t.op("Exp", inner), t.scalar(1, dtype)), t.scalar(alpha, dtype))
+    chosen = t.op("Where", t.op("Greater", self, t.scalar(0, dtype)), self, negative)
+    return chosen if scale == 1 else t.op("Mul", chosen, t.scalar(scale, dtype))
+
+
+@rule("leaky_relu.default")
+def _leaky_relu(t: Translation, self: ir.Value, negative_slope: float) -> ir.Value:
+    return t.op("LeakyRelu", self, alpha=float(negative_slope))

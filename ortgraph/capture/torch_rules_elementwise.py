@@ -279,3 +279,26 @@ def _where(t: Translation, condition: ir.Value, self: Any, other: Any) -> ir.Val
 @rule("masked_fill.Scalar", "masked_fill.Tensor")
 def _masked_fill(t: Translation, self: ir.Value, mask: ir.Value, value: Any) -> ir.Value:
     return t.op("Where", mask, t.tensor(value, t.out_dtype()), self)
+
+
+@rule("trunc.default")
+def _trunc(t: Translation, self: ir.Value) -> ir.Value:
+    assert self.dtype is not None
+    if self.dtype.is_integer():
+        return self
+    return t.op("Mul", t.op("Sign", self), t.op("Floor", t.op("Abs", self)))
+
+
+@rule("atan2.default")
+def _atan2(t: Translation, self: ir.Value, other: ir.Value) -> ir.Value:
+    """The angle of (other, self): arctangent of the quotient, moved by pi in the left half plane, pi/2 on the axis."""
+    dtype = t.out_dtype()
+    y, x = t.cast(self, dtype), t.cast(other, dtype)
+    zero, pi = t.scalar(0, dtype), t.scalar(math.pi, dtype)
+    on_axis = t.op("Equal", x, zero)
+    angle = t.op("Atan", t.op("Div", y, t.op("Where", on_axis, t.scalar(1, dtype), x)))
+    below = t.op("Less", y, zero)
+    turned = t.op("Where", below, t.op("Sub", angle, pi), t.op("Add", angle, pi))
+    angle = t.op("Where", t.op("Less", x, zero), turned, angle)
+    upright = t.op("Mul", t.op("Sign", y), t.scalar(math.pi / 2, dtype))
+    return t.op("Where", on_axis, upright, angle)

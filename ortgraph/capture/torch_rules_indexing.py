@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from ortgraph.capture.torch_rules import rule
@@ -139,8 +140,6 @@ def _index_put(
     if len(indices) == 1 and indices[0] is not None and indices[0].dtype == ir.DataType.BOOL and not accumulate:
         return _masked_put(t, self, indices[0], values)
     axes = _placed(t, indices, dims)
-    if len(axes) > 1 and not _adjacent(axes):
-        raise t.unsupported("index_put with index tensors that are apart", "index neighbouring dimensions")
     used = [i for i in (indices[a] for a in axes) if i is not None]
     at = _linear(t, used, [dims[a] for a in axes])
     rest = [i for i in range(len(dims)) if i not in axes]
@@ -148,9 +147,10 @@ def _index_put(
     rows: Dim = 1
     for axis in axes:
         rows = rows * dims[axis]
-    full = [*(dims[i] for i in rest if i < axes[0]), *spread, *(dims[i] for i in rest if i > axes[0])]
+    # neighbouring index tensors stay where the indexed axes were; otherwise their dimensions come first
+    lead = sum(1 for i in rest if i < axes[0]) if _adjacent(axes) else 0
+    full = [*(dims[i] for i in rest[:lead]), *spread, *(dims[i] for i in rest[lead:])]
     source = t.expand(values, full)
-    lead = sum(1 for i in rest if i < axes[0])
     n = len(spread)
     source = t.transpose(source, [*range(lead, lead + n), *range(lead), *range(lead + n, len(full))])
     width: Dim = 1
@@ -186,3 +186,39 @@ def _is_zero(value: ir.Value) -> bool:
         value = producer.inputs[0]  # type: ignore[assignment]
     tensor = ir.convenience.get_const_tensor(value)
     return tensor is not None and not tensor.numpy().any()
+
+
+@rule("diagonal.default", "diagonal_copy.default")
+def _diagonal(t: Translation, self: ir.Value, offset: int, dim1: int, dim2: int) -> ir.Value:
+    perm, at, _ = _diagonal_places(t, t.dims(self), offset, dim1, dim2)
+    flat = t.transpose(self, perm)
+    dims = t.dims(flat)
+    flat = t.reshape(flat, [*dims[:-2], int(dims[-2]) * int(dims[-1])])
+    return t.op("Gather", flat, t.build.ints(at), axis=len(dims) - 2)
+
+
+@rule("diagonal_backward.default")
+def _diagonal_backward(
+    t: Translation, grad_output: ir.Value, input_sizes: Sequence[Dim], offset: int, dim1: int, dim2: int
+) -> ir.Value:
+    """Each place of the diagonal is multiplied into its row of a constant selection matrix."""
+    perm, at, count = _diagonal_places(t, input_sizes, offset, dim1, dim2)
+    selection = np.zeros((len(at), count))
+    selection[np.arange(len(at)), at] = 1
+    flat = t.op("MatMul", grad_output, t.const(selection, t.out_dtype()))
+    moved = [input_sizes[p] for p in perm]
+    flat = t.typed(flat, t.out_dtype(), [*moved[:-2], count])
+    inverse = [perm.index(i) for i in range(len(perm))]
+    return t.transpose(t.reshape(flat, moved), inverse)
+
+
+def _diagonal_places(
+    t: Translation, dims: Sequence[Dim], offset: int, dim1: int, dim2: int
+) -> tuple[list[int], list[int], int]:
+    """The permutation that puts both axes last, the flat places of the diagonal, and the size of that plane."""
+    a, b = dim1 % len(dims), dim2 % len(dims)
+    height, width = dims[a], dims[b]
+    if not isinstance(height, int) or not isinstance(width, int):
+        raise t.unsupported("a diagonal of symbolic size", "keep these dimensions static")
+    places = [i * width + i + offset for i in range(height) if 0 <= i + offset < width]
+    return [*(i for i in range(len(dims)) if i not in (a, b)), a, b], places, height * width

@@ -83,3 +83,54 @@ def _cumsum(t: Translation, self: ir.Value, dim: int, dtype: Any) -> ir.Value:
     out = t.out_dtype()
     held = ir.DataType.INT64 if out == ir.DataType.BOOL else out
     return t.cast(t.op("CumSum", t.cast(self, held), t.scalar(dim, INT64)), out)
+
+
+@rule("var.correction")
+def _variance(t: Translation, self: ir.Value, dim: Any, correction: Any, keepdim: bool) -> ir.Value:
+    dtype, dims = t.out_dtype(), t.dims(self)
+    axes = [d % len(dims) for d in dim] if dim else list(range(len(dims)))
+    mean = reduced(t, "ReduceMean", self, axes, True)
+    error = t.op("Sub", self, mean)
+    count: Any = 1
+    for axis in axes:
+        count = count * dims[axis]
+    total = reduced(t, "ReduceSum", t.op("Mul", error, error), axes, keepdim)
+    return t.op("Div", total, t.tensor(count - (1 if correction is None else correction), dtype))
+
+
+@rule("linalg_vector_norm.default")
+def _vector_norm(t: Translation, self: ir.Value, ord: float, dim: Any, keepdim: bool, dtype: Any) -> ir.Value:
+    out = t.out_dtype()
+    size = t.op("Abs", t.cast(self, out))
+    if ord in (float("inf"), float("-inf")):
+        return reduced(t, "ReduceMax" if ord > 0 else "ReduceMin", size, dim, keepdim)
+    if ord == 0:
+        counted = t.cast(t.op("Greater", size, t.scalar(0, out)), out)
+        return reduced(t, "ReduceSum", counted, dim, keepdim)
+    if ord == 1:
+        return reduced(t, "ReduceSum", size, dim, keepdim)
+    if ord == 2:
+        return t.op("Sqrt", reduced(t, "ReduceSum", t.op("Mul", size, size), dim, keepdim))
+    power = reduced(t, "ReduceSum", t.op("Pow", size, t.scalar(ord, out)), dim, keepdim)
+    return t.op("Pow", power, t.scalar(1 / ord, out))
+
+
+@rule("cumprod.default")
+def _cumprod(t: Translation, self: ir.Value, dim: int, dtype: Any) -> ir.Value:
+    """Running products by doubling steps (Hillis and Steele): each round multiplies by what lies 1, 2, 4, ... before."""
+    out, dims = t.out_dtype(), t.dims(self)
+    axis = dim % len(dims) if dims else 0
+    value = t.cast(self, out)
+    if not dims:
+        return value
+    size = dims[axis]
+    if not isinstance(size, int):
+        raise t.unsupported("cumprod along a symbolic dimension", "keep this dimension static")
+    step = 1
+    pads = [0] * (2 * len(dims))
+    while step < size:
+        kept = t.op("Slice", value, t.build.ints([0]), t.build.ints([size - step]), t.build.ints([axis]))
+        pads[axis] = step
+        value = t.op("Mul", value, t.op("Pad", kept, t.build.ints(pads), t.scalar(1, out)))
+        step *= 2
+    return value

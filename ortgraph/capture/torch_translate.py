@@ -113,7 +113,7 @@ class Translation:
     def fake_argument(self, name: str) -> Any:
         """The traced value of an argument of the operator being translated."""
         assert self.fx is not None
-        argument = _arguments(self.fx)[name]
+        argument = call_arguments(self.fx)[name]
         return argument.meta["val"] if isinstance(argument, Node) else argument
 
     def out_dtype(self, index: int = 0) -> ir.DataType:
@@ -314,7 +314,7 @@ class Translation:
         first = len(self.build.made)
         rule = rules().get(name)
         if rule is not None:
-            arguments = {k: self.convert(v) for k, v in _arguments(node).items()}
+            arguments = {k: self.convert(v) for k, v in call_arguments(node).items()}
             result = rule(self, **arguments)
         else:
             result = self._from_library(node)
@@ -417,7 +417,7 @@ def _overload_name(target: Any) -> str:
     return str(target)
 
 
-def _arguments(node: Node) -> dict[str, Any]:
+def call_arguments(node: Node) -> dict[str, Any]:
     """All arguments of an ATen call by schema name, with defaults."""
     schema = node.target._schema  # type: ignore[union-attr]
     bound: dict[str, Any] = {}
