@@ -30,9 +30,8 @@ def run(
         return
     operators = tables.operator_rows(graph)
     data: dict[str, Any] = {"path": str(path), "nodes": graph.node_count(), "operators": dict(operators)}
-    out.say(
-        f"{path}: {graph.node_count()} nodes, opset {graph.graph.opset_imports.get('', '?')}, IR {graph.model.ir_version}"
-    )
+    opset = graph.graph.opset_imports.get("", "?")
+    out.say(f"{path}: {graph.node_count()} nodes, opset {opset}, IR {graph.model.ir_version}")
     if graph.has_signature:
         data |= _roles(out, graph, every)
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import difflib
 import os
 import pathlib
@@ -10,15 +9,20 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import typer
 
-from ortgraph.errors import InputError, OrtgraphError, PipelineSyntaxError
+from ortgraph.errors import InputError, PipelineSyntaxError
 from ortgraph.graph import TrainingGraph
 
 JSON = typer.Option(False, "--json", help="Print one JSON object as the last line of stdout.")
 FORCE = typer.Option(False, "--force", help="Allow OUT to replace an input.")
+SHAPES = typer.Option("--shapes", metavar="SIZES", help="Sizes of symbolic dimensions: batch=8,sequence=128.")
+BATCH = typer.Option("--batch", metavar="FILE", help="Compare on this batch: an .npz file of arrays by input name.")
+THREADS = typer.Option("--threads", min=1, help="Threads of one operator; all processors if absent.")
 LEVEL = typer.Option(2, "-O", metavar="LEVEL", help="Preset: -O0, -O1, -O2 or -O3.")
 
+_OPTIMIZERS = ("adamw",)
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
 _CALL = re.compile(r"(?P<name>[A-Za-z]\w*)\s*(?:\{(?P<options>[^{}]*)\})?")
 
@@ -77,45 +81,19 @@ def parse_optimizer(text: str | None) -> Any:
     """
     if text is None:
         return None
+    from ortgraph.optim import AdamW
+
     found = _CALL.fullmatch(text.strip())
+    if found is None and "(" in text:
+        return AdamW.parse(text)  # the form that graphs and reports show
     if found is None:
         raise InputError(f"--optimizer: {text!r} does not parse", "--optimizer 'adamw{lr=1e-3 weight_decay=0.01}'")
-    import ortgraph.optim as optim
-
-    known = {
-        n.lower(): getattr(optim, n)
-        for n in getattr(optim, "__all__", ("AdamW",))
-        if isinstance(getattr(optim, n), type)
-    }
-    cls = known.get(found["name"].lower())
-    if cls is None:
-        near = difflib.get_close_matches(found["name"].lower(), list(known), n=1)
-        hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(sorted(known))}"
+    if found["name"].lower() not in _OPTIMIZERS:
+        near = difflib.get_close_matches(found["name"].lower(), _OPTIMIZERS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(_OPTIMIZERS)}"
         raise InputError(f"--optimizer: unknown optimizer {found['name']!r}", hint)
-    options = {}
-    for item in (found["options"] or "").replace(",", " ").split():
-        key, equals, value = item.partition("=")
-        if not equals:
-            raise InputError(f"--optimizer: {item!r} is not OPTION=VALUE", "--optimizer 'adamw{lr=1e-3}'")
-        options[key.replace("-", "_")] = _number(item, value)
-    try:
-        return cls(**options)
-    except OrtgraphError:
-        raise
-    except (TypeError, ValueError) as error:
-        raise InputError(
-            f"--optimizer {found['name']}: {error}", "see the optimizer's arguments in ortgraph.optim"
-        ) from error
-
-
-def _number(item: str, text: str) -> Any:
-    if text in ("true", "false", "none"):
-        return {"true": True, "false": False, "none": None}[text]
-    try:
-        values = tuple(ast.literal_eval(part) for part in text.split("|"))
-    except (ValueError, SyntaxError) as error:
-        raise InputError(f"--optimizer: the value of {item!r} is no number", "lr=1e-3, betas=0.9|0.999") from error
-    return values if len(values) > 1 else values[0]
+    entries = (found["options"] or "").replace(",", " ").split()
+    return AdamW.parse(f"adamw({';'.join(e.replace('|', ':') for e in entries)})")
 
 
 def pipeline_of(level: int, pipeline: str | None) -> str:
@@ -205,3 +183,28 @@ def named_sizes(graph: TrainingGraph, sizes: Mapping[str, int]) -> None:
             f"did you mean {near[0]}?" if near else f"symbolic dimensions of this graph: {', '.join(known) or 'none'}"
         )
         raise InputError(f"--shapes: no input has a symbolic dimension called {name!r}", hint)
+
+
+def batch_of(graph: TrainingGraph, sizes: Mapping[str, int], path: pathlib.Path | None) -> dict[str, np.ndarray]:
+    """The batch of an .npz file, or one made up from the graph's input types.
+
+    Raises:
+        InputError: The file is missing, no .npz, or lacks an input.
+    """
+    from ortgraph.manager.numerics import example_batch
+
+    if path is None:
+        return example_batch(graph, sizes)
+    if not path.is_file():
+        raise InputError(f"{path}: no such file", "numpy.savez(path, **batch) writes one")
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            batch = {name: stored[name] for name in stored.files}
+    except (OSError, ValueError, AttributeError) as error:
+        raise InputError(
+            f"{path}: not a readable .npz file ({error})", "numpy.savez(path, **batch) writes one"
+        ) from error
+    missing = [n for n in graph.signature.inputs if n not in batch]
+    if missing:
+        raise InputError(f"{path}: has no array {missing[0]!r}", f"give {', '.join(graph.signature.inputs)}")
+    return batch

@@ -66,8 +66,9 @@ class Output:
     def table(
         self, title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], right: Sequence[int] = ()
     ) -> None:
-        """A table. ``right`` holds the positions of right-aligned columns."""
-        if self.as_json:
+        """A table, if it has rows. ``right`` holds the positions of right-aligned columns."""
+        rows = list(rows)
+        if self.as_json or not rows:
             return
         table = Table(title=title, title_justify="left", header_style="bold")
         for position, name in enumerate(columns):

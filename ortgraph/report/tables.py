@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,10 +13,10 @@ from ortgraph.graph import TrainingGraph
 from ortgraph.graph.text import shape_text
 from ortgraph.manager.pass_manager import PassRecord
 from ortgraph.manager.rewrite import op_key
+from ortgraph.plan.memory.placement import METADATA_KEY as PLAN_KEY
 
 VALUE_COLUMNS = ("role", "name", "type")
 PASS_COLUMNS = ("pass", "changed", "nodes", "counts", "refused")
-PLACEMENT_KEY = "ortgraph.placement"
 _VARYING = re.compile(r"%\S+|'[^']*'|\d+")
 
 
@@ -46,6 +47,14 @@ def pass_rows(records: Iterable[PassRecord], seconds: bool = False) -> list[tupl
 def counts_text(counts: Mapping[str, int]) -> str:
     """``fused=12 removed=3``, sorted by name."""
     return " ".join(f"{k}={v}" for k, v in sorted(counts.items()))
+
+
+def summed_counts(records: Iterable[PassRecord]) -> dict[str, int]:
+    """Counts of several runs of a pass together."""
+    total: Counter[str] = Counter()
+    for record in records:
+        total.update(record.counts)
+    return dict(total)
 
 
 def refusal_rows(records: Iterable[PassRecord]) -> list[tuple[str, int, str, str]]:
@@ -123,6 +132,10 @@ def memory_of(graph: TrainingGraph) -> dict[str, int | None]:
             continue
         size, total = bytes_of(inputs[name]), sums[key]
         sums[key] = None if size is None or total is None else total + size
+    plan = graph.model.metadata_props.get(PLAN_KEY)
+    if plan is not None:
+        stored = json.loads(plan)
+        sums |= {"arena": stored["arena_bytes"], "arena_bound": stored["max_load_bytes"]}
     return sums
 
 

@@ -1,0 +1,89 @@
+"""``ortgraph diff``: what differs between two graphs."""
+
+from __future__ import annotations
+
+import difflib
+import pathlib
+from typing import Annotated, Any
+
+import typer
+
+from ortgraph.cli import options
+from ortgraph.cli.output import FAILED, Output, verb
+from ortgraph.graph import TrainingGraph, load
+
+
+@verb
+def run(
+    first: Annotated[pathlib.Path, typer.Argument(metavar="A", help="A graph (.onnx).")],
+    second: Annotated[pathlib.Path, typer.Argument(metavar="B", help="Another graph (.onnx).")],
+    text: Annotated[bool, typer.Option("--text", help="Print the differing lines of the canonical text.")] = False,
+    as_json: bool = options.JSON,
+) -> None:
+    """Compare stage, roles, operators and canonical text of two graphs. Exit code 1 when they differ."""
+    from ortgraph.graph.text import to_text
+    from ortgraph.report import tables
+
+    out = Output(as_json)
+    a, b = load(first), load(second)
+    roles = _role_rows(a, b)
+    operators = [
+        r for r in tables.operator_change_rows(dict(tables.operator_rows(a)), dict(tables.operator_rows(b))) if r[3]
+    ]
+    lines = list(difflib.unified_diff(
+        to_text(a, provenance=False).splitlines(), to_text(b, provenance=False).splitlines(), str(first), str(second), lineterm="", n=2,
+    ))  # fmt: skip
+    values = _value_rows(a, b)
+    out.table("Roles", ("what", str(first), str(second)), roles)
+    out.table("Operators", ("operator", str(first), str(second), "change"), operators, right=(1, 2, 3))
+    out.table("Values", ("name", "difference"), values)
+    if text:
+        out.say("\n".join(lines))
+    same = not lines and not roles and not values
+    out.say("the graphs are the same" if same else f"{a.node_count()} nodes against {b.node_count()}")
+    out.result({
+        "same": same,
+        "nodes": [a.node_count(), b.node_count()],
+        "roles": [list(r) for r in roles],
+        "operators": {r[0]: [r[1], r[2]] for r in operators},
+        "values": [list(r) for r in values],
+        "text": lines if text else [],
+    })  # fmt: skip
+    if not same:
+        raise typer.Exit(FAILED)
+
+
+def _role_rows(a: TrainingGraph, b: TrainingGraph) -> list[tuple[str, str, str]]:
+    """Stage and every graph input and output whose role differs."""
+    if not a.has_signature and not b.has_signature:
+        return []
+    rows = [("stage", *(g.stage if g.has_signature else "no signature" for g in (a, b)))]
+    roles = [_roles(g) for g in (a, b)]
+    rows += [(name, *(r.get(name, "") for r in roles)) for name in sorted({*roles[0], *roles[1]})]
+    return [r for r in rows if r[1] != r[2]]
+
+
+def _roles(graph: TrainingGraph) -> dict[str, str]:
+    if not graph.has_signature:
+        return {}
+    found: dict[str, Any] = {}
+    for role, name in (*graph.signature.graph_inputs(), *graph.signature.graph_outputs()):
+        found[name] = f"{found[name]}+{role}" if name in found else role
+    return found
+
+
+def _value_rows(a: TrainingGraph, b: TrainingGraph) -> list[tuple[str, str]]:
+    """Parameters, buffers and states whose stored values differ."""
+    import numpy as np
+
+    rows = []
+    for name in sorted({*a.values, *b.values}):
+        x, y = a.values.get(name), b.values.get(name)
+        if x is None or y is None:
+            rows.append((name, "only in the " + ("second" if x is None else "first")))
+        elif x.shape != y.shape or x.dtype != y.dtype:
+            rows.append((name, f"{x.dtype}{list(x.shape)} against {y.dtype}{list(y.shape)}"))
+        elif x.tobytes() != y.tobytes():
+            largest = float(np.max(np.abs(x.astype(np.float64) - y.astype(np.float64)), initial=0.0))
+            rows.append((name, f"differs by up to {largest:.1e}"))
+    return rows

@@ -1,0 +1,186 @@
+"""What ``ortgraph optimize`` does between reading and writing."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from ortgraph.cli import options
+from ortgraph.cli.optional_values import EVERY
+from ortgraph.cli.output import Output
+from ortgraph.errors import InputError
+from ortgraph.graph import TrainingGraph
+
+LEVELS = ("off", "structure", "signature", "types", "runtime", "numerics")
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What the options asked for, parsed and checked before any work."""
+
+    pipeline: str
+    optimizer: Any
+    target: str
+    sizes: dict[str, int]
+    batch: pathlib.Path | None
+    verify: str
+    explain: str | None
+    print_after: str | None
+    reproducer: pathlib.Path | None
+    passes_after: dict[str, list[Any]]
+
+
+def make_request(
+    *,
+    level: int,
+    pipeline: str | None,
+    optimizer: str | None,
+    target: str,
+    shapes: str | None,
+    batch: pathlib.Path | None,
+    verify: str,
+    explain: str | None,
+    print_after: str | None,
+    reproducer: pathlib.Path | None,
+    plugins: Sequence[pathlib.Path],
+) -> Request:
+    """Parse every option.
+
+    Raises:
+        InputError, PipelineSyntaxError: One of them cannot be used.
+    """
+    from ortgraph.manager import parse_pipeline, registry
+    from ortgraph.manager.optimize import TARGETS
+
+    if verify not in LEVELS:
+        raise InputError(f"--verify: unknown level {verify!r}", f"one of {', '.join(LEVELS)}")
+    if target not in TARGETS:
+        raise InputError(f"--target: unknown target {target!r}", f"one of {', '.join(TARGETS)}")
+    found = [cls for path in plugins for cls in registry.load_plugin(path)]
+    inserted: dict[str, list[Any]] = {}
+    if pipeline is None:  # a pipeline that is spelled out names its plugins itself
+        for cls in found:
+            inserted.setdefault(getattr(cls, "after", "optimized"), []).append(cls())
+    else:
+        parse_pipeline(pipeline)
+    if pipeline is not None and optimizer is not None:
+        raise InputError("--optimizer goes with a preset", "put attach-optimizer{optimizer=adamw} into -p")
+    for name in (explain, print_after):
+        if name not in (None, EVERY):
+            registry.get(name)  # type: ignore[arg-type]
+    return Request(
+        options.pipeline_of(level, pipeline),
+        options.parse_optimizer(optimizer),
+        target,
+        options.parse_sizes(shapes),
+        batch,
+        verify,
+        explain,
+        print_after,
+        reproducer,
+        inserted,
+    )
+
+
+def apply(out: Output, graph: TrainingGraph, request: Request) -> Any:
+    """Run the pipeline and the asked verification; returns the OptimizeResult.
+
+    Raises:
+        PassError, VerificationError: A pass or a check failed.
+    """
+    from ortgraph.cli.instruments import PrintAfter
+    from ortgraph.manager.instruments import Instrument, Progress, Reproducer
+    from ortgraph.manager.numerics import require_equal
+    from ortgraph.manager.optimize import optimize
+
+    with out.progress("optimizing") as tell:
+        instruments: list[Instrument] = [Progress(tell)]
+        if request.print_after is not None:
+            only = None if request.print_after == EVERY else request.print_after
+            instruments.append(PrintAfter(out, only))
+        if request.reproducer is not None:
+            instruments.append(Reproducer(request.reproducer))
+        result = optimize(
+            graph, request.pipeline, optimizer=request.optimizer, target=request.target, shapes=request.sizes or None,
+            passes_after=request.passes_after, verify="runtime" if request.verify == "numerics" else request.verify,
+            instruments=instruments,
+        )  # fmt: skip
+    if request.verify == "numerics":
+        with out.progress("comparing loss and gradients"):
+            require_equal(graph, result.graph, options.batch_of(graph, request.sizes, request.batch), request.pipeline)
+    return result
+
+
+def find_culprit(out: Output, graph: TrainingGraph, request: Request) -> dict[str, Any] | None:
+    """Bisect the pipeline and show the culprit; None when every pass keeps loss and gradients."""
+    from ortgraph.manager.bisect import bisect
+
+    passes = _passes(request)
+    feeds = options.batch_of(graph, request.sizes, request.batch)
+    with out.progress("bisecting", total=len(passes)) as tell:
+        culprit = bisect(graph, passes, feeds, tell=lambda name: tell(name, advance=1))
+    if culprit is None:
+        out.say("bisect: every pass keeps loss and gradients")
+        return None
+    rewrite = f", rewrite number {culprit.rewrite}" if culprit.rewrite is not None else ""
+    out.say(f"bisect: pass {culprit.name} (position {culprit.index}{rewrite}) breaks the graph: {culprit.reason}")
+    for line in culprit.before:
+        out.say(f"  - {line}")
+    for line in culprit.after:
+        out.say(f"  + {line}")
+    return dataclasses.asdict(culprit)
+
+
+def _passes(request: Request) -> list[Any]:
+    """The pipeline as passes, plugins included."""
+    from ortgraph.manager import parse_pipeline, registry
+
+    if request.pipeline not in registry.preset_names():
+        return list(parse_pipeline(request.pipeline))
+    options_ = {"optimizer": request.optimizer, "target": request.target, "shapes": request.sizes}
+    preset = registry.preset(request.pipeline, accumulation_steps=1, **options_)
+    passes: list[Any] = []
+    for p in preset:
+        passes.append(p)
+        passes += request.passes_after.get(getattr(p, "sets_stage", None) or "", ())
+    return passes
+
+
+def show(out: Output, result: Any, request: Request, time_passes: bool) -> None:
+    """Tables of what the pipeline did."""
+    from ortgraph.report import tables
+
+    report = result.report
+    columns = tables.PASS_COLUMNS + (("ms", "verify ms") if time_passes else ())
+    records = report.passes if time_passes else [r for r in report.passes if r.modified or r.refusals]
+    out.table(f"Passes of {request.pipeline}", columns, tables.pass_rows(records, time_passes), right=(4, 5, 6))
+    changes = tables.operator_change_rows(report.operators_before, report.operators_after)
+    out.table("Operators", ("operator", "before", "after", "change"), changes, right=(1, 2, 3))
+    if request.explain is not None:
+        _explain(out, request.explain, report.passes)
+    out.say(f"{report.nodes_before} → {report.nodes_after} nodes in {report.seconds:.2f} s")
+
+
+def explained(name: str, records: Sequence[Any]) -> dict[str, Any]:
+    """What a pass did and left alone, over all its runs in the pipeline."""
+    from ortgraph.report import tables
+
+    mine = [r for r in records if r.name == name]
+    rows = [{"times": r[1], "reason": r[2], "node": r[3]} for r in tables.refusal_rows(mine)]
+    return {"pass": name, "runs": len(mine), "counts": tables.summed_counts(mine), "refusals": rows}
+
+
+def _explain(out: Output, name: str, records: Sequence[Any]) -> None:
+    from ortgraph.report import tables
+
+    found = explained(name, records)
+    if not found["runs"]:
+        out.say(f"{name}: not in this pipeline")
+        return
+    done = tables.counts_text(found["counts"]) or "nothing to change"
+    out.say(f"{name}, {found['runs']} times in this pipeline: {done}")
+    rows = [(r["times"], r["reason"], r["node"]) for r in found["refusals"]]
+    if rows:
+        out.table(f"What {name} left alone, and why", ("times", "reason", "first node"), rows, right=(0,))
