@@ -6,12 +6,12 @@ import dataclasses
 from typing import ClassVar
 
 import onnx_ir as ir
+from ortgraph.ops.builder import Builder
+from ortgraph.ops.rows import Needs, Rows, kept_zero, needs, pads_rows, reads_rows, sums_rows
 
 from ortgraph.graph import Names, TrainingGraph, replace_value, static_shape
 from ortgraph.manager.base import Changes, GraphPass, Refusal
 from ortgraph.manager.rewrite import op_key
-from ortgraph.ops.builder import Builder
-from ortgraph.ops.rows import Needs, Rows, kept_zero, needs, pads_rows, reads_rows, sums_rows
 
 _PRODUCTS = frozenset({"MatMul", "Gemm"})
 Demand = dict[ir.Value, "Rows | None"]  # None: the whole value
@@ -106,9 +106,7 @@ def _plans(nodes: list[ir.Node], zero: dict[ir.Value, Rows], reading: dict[ir.No
     return plans
 
 
-def _plan(
-    node: ir.Node, zero: dict[ir.Value, Rows], demand: Demand, reading: dict[ir.Node, Rows]
-) -> _Plan | None:
+def _plan(node: ir.Node, zero: dict[ir.Value, Rows], demand: Demand, reading: dict[ir.Node, Rows]) -> _Plan | None:
     if node in reading or pads_rows(node) is not None or not node.outputs:
         return None
     rows = zero.get(node.outputs[0])

@@ -4,7 +4,6 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-
 from ortgraph.passes.canonical.eliminate_identity import EliminateIdentity
 
 X = np.arange(1, 7, dtype=np.float32).reshape(2, 3)
@@ -68,7 +67,9 @@ def test_keeps_what_changes_its_input(run, body):
 
 @pytest.mark.parametrize("op, element", [("Add", 0.0), ("Mul", 1.0), ("Sub", 0.0), ("Div", 1.0)])
 def test_keeps_constants_that_broadcast_the_other_operand(run, op, element):
-    text = f"g (float[3] x) => (float[2,3] y) {{ a = Neg(x) k = Constant <value = float[2,1] {{{element}, {element}}}> () "
+    text = (
+        f"g (float[3] x) => (float[2,3] y) {{ a = Neg(x) k = Constant <value = float[2,1] {{{element}, {element}}}> () "
+    )
     assert run(text + f"y = {op}(a, k) }}", EliminateIdentity(), {"x": X[0]}).counts == {}
 
 
@@ -78,7 +79,9 @@ def test_a_scalar_of_higher_rank_adds_dimensions(run):
 
 
 def test_keeps_zero_valued_parameters_whatever_their_value(run):
-    text = "g (float[2,3] x, float[3] zero_a, float[3] zero_b) => (float[2,3] y) { a = Add(x, zero_a) y = Add(a, zero_b) }"
+    text = (
+        "g (float[2,3] x, float[3] zero_a, float[3] zero_b) => (float[2,3] y) { a = Add(x, zero_a) y = Add(a, zero_b) }"
+    )
     zeros = {"zero_a": np.zeros(3, np.float32), "zero_b": np.zeros(3, np.float32)}
     assert run(text, EliminateIdentity(), {"x": X} | zeros).counts == {}
 
@@ -91,7 +94,8 @@ def test_an_initializer_that_is_also_an_input_is_no_constant(run, parse_model):
 
 
 def test_dropout_stays_when_training_or_when_its_mask_is_read(run):
-    live = "g (float[2,3] x, bool t) => (float[2,3] y) { r = Constant <value_float=0.5> () b = Dropout(x, r, t) y = Neg(b) }"
+    live = """g (float[2,3] x, bool t) => (float[2,3] y) { r = Constant <value_float=0.5> () b = Dropout(x, r,
+        t) y = Neg(b) }"""
     assert run(live, EliminateIdentity()).counts == {}
     training = """g (float[2,3] x) => (float[2,3] y) {
         r = Constant <value_float=0.5> () t = Constant <value = bool {1}> () b = Dropout(x, r, t) y = Neg(b) }"""
@@ -161,7 +165,8 @@ def test_value_that_a_branch_returns_by_name_stays(parse_model):
 
 
 def test_pads_that_shift_stay(run):
-    text = "g (float[2,3] x) => (float[2,3] y) { a = Neg(x) p = Constant <value_ints=[0,-1,0,1]> () b = Pad(a, p) y = Exp(b) }"
+    text = """g (float[2,3] x) => (float[2,3] y) { a = Neg(x) p = Constant <value_ints=[0,-1,0,1]> ()
+        b = Pad(a, p) y = Exp(b) }"""
     assert run(text, EliminateIdentity()).counts == {}  # ONNX's reference has no negative pads: no numbers here
 
 
@@ -177,7 +182,9 @@ def test_named_dimensions_are_equal_and_unnamed_ones_are_not(run, parse_model):
 
 
 def test_numbered_tensors(run):
-    nodes = [onnx.helper.make_node(*n) for n in (("Neg", ["1"], ["2"]), ("Identity", ["2"], ["3"]), ("Exp", ["3"], ["4"]))]
+    nodes = [
+        onnx.helper.make_node(*n) for n in (("Neg", ["1"], ["2"]), ("Identity", ["2"], ["3"]), ("Exp", ["3"], ["4"]))
+    ]
     io = [onnx.helper.make_tensor_value_info(n, 1, [2]) for n in ("1", "4")]
     graph = onnx.helper.make_graph(nodes, "g", io[:1], io[1:])
     proto = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=9)

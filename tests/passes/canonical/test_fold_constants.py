@@ -3,7 +3,6 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 import pytest
-
 from ortgraph.passes.canonical.fold_constants import FoldConstants
 
 X = {"x": np.ones(3, np.float32)}
@@ -23,29 +22,32 @@ def test_folds_a_chain_and_lifts_constants(run):
 
 FOLDED = {
     "cast": "c = Cast <to=7> (f)", "reshape": "c = Reshape(m, sh)", "transpose": "c = Transpose(m)",
-    "concat": "c = Concat <axis=0> (f, f)", "gather": "c = Gather <axis=1> (m, i)", "slice": "c = Slice(m, b, e, a, st)",
+    """concat""": """c = Concat <axis=0> (f,
+        f)""", "gather": "c = Gather <axis=1> (m, i)", "slice": "c = Slice(m, b, e, a, st)",
     "squeeze": "c = Squeeze(one)", "unsqueeze": "c = Unsqueeze(f, i)", "expand": "c = Expand(f, ex)",
-    "where": "k = Greater(f, f) c = Where(k, f, f)", "neg": "c = Neg(f)", "div": "c = Div(f, f)", "erf": "c = Erf(f)",
+    "where": "q = Greater(f, f) c = Where(q, f, f)", "neg": "c = Neg(f)", "div": "c = Div(f, f)", "erf": "c = Erf(f)",
     "constant-of-shape": "c = ConstantOfShape <value = int64[1] {7}> (sh)", "range": "c = Range(r0, r1, r2)",
-    "reduce": "c = ReduceSum(m)", "softmax": "c = Softmax(m)", "shape": "c = Shape <start=1> (m)", "size": "c = Size(m)",
-    "pow": "c = Pow(f, f)", "equal": "c = Equal(f, f)", "cumsum": "z = Cast <to=6> (r0) c = CumSum(f, z)",
+    """reduce""": """c = ReduceSum(m)""", """softmax""": """c = Softmax(m)""", """shape""": """c = Shape
+        <start=1> (m)""", "size": "c = Size(m)",
+    "pow": "c = Pow(f, f)", "equal": "c = Equal(f, f)", "cumsum": "z = Sub(r0, r0) c = CumSum(f, z)",
 }  # fmt: skip
-CONSTANTS = """float[3] f = {1.5, -2, 3}, float[2,3] m = {1,2,3,4,5,6}, int64[2] sh = {3,2}, int64[2] ex = {2,3}, int64[1] i = {0},
+CONSTANTS = """float[3] f = {1.5, -2, 3}, float[2,3] m = {1,2,3,4,5,6}, int64[2] sh = {3,2}, int64[2]
+        ex = {2,3}, int64[1] i = {0},
     int64[1] b = {2}, int64[1] e = {-99}, int64[1] a = {1}, int64[1] st = {-1}, float[1] one = {5},
     int64 r0 = {2}, int64 r1 = {11}, int64 r2 = {3}"""
 
 
 @pytest.mark.parametrize("body", FOLDED.values(), ids=FOLDED)
 def test_folded_values_equal_the_operators(run, body):
-    text = f"g (float[3] x) => (c, float[3] y) <{CONSTANTS}> {{ {body} y = Neg(x) }}"
-    with_types = f"g (float[3] x) => (float[3] y) <{CONSTANTS}> {{ {body} k = Cast <to=1> (c) s = ReduceSum <keepdims=0> (k) y = Mul(x, s) }}"
-    del text
-    ran = fold(run, with_types, X)
+    text = f"""g (float[3] x) => (float[3] y) <{CONSTANTS}> {{
+        {body} k = Cast <to=1> (c) s = ReduceSum <keepdims=0> (k) y = Mul(x, s) }}"""
+    ran = fold(run, text, X)
     assert ran.ops == ["Mul"]
 
 
 def test_integer_division_truncates_as_runtimes_do(run):
-    text = """g (int64[4] x) => (int64[4] y) <int64[4] a = {7,-7,7,-7}, int64[4] b = {2,2,-2,-2}> { q = Div(a, b) y = Add(x, q) }"""
+    text = """g (int64[4] x) => (int64[4] y) <int64[4] a = {7,-7,7,-7}, int64[4] b = {2,2,-2,-2}> { q = Div(a,
+        b) y = Add(x, q) }"""
     ran = run(text, FoldConstants())
     (q,) = ran.graph.graph.initializers.values()
     assert q.const_value.numpy().tolist() == [3, -3, -3, 3]
@@ -67,7 +69,8 @@ def test_integer_division_truncates_as_runtimes_do(run):
     ],
 )
 def test_refuses_what_overflows(run, body, reason):
-    text = f"""g (int32[1] x) => (int32[1] y) <int32[1] big = {{2147483647}}, int32[1] low = {{-2147483648}}, int32[1] two = {{2}},
+    text = f"""g (int32[1] x) => (int32[1] y) <int32[1] big = {{2147483647}}, int32[1] low = {{-2147483648}},
+        int32[1] two = {{2}},
         int32[1] minus = {{-1}}, int32[1] zero = {{0}}, float[1] huge = {{1e20}}, float[1] n0 = {{0}}> {{
         nan = Div(n0, n0) {body} y = Add(x, c) }}"""
     assert reason in fold(run, text).reasons
@@ -82,12 +85,14 @@ def test_unsigned_arithmetic_wraps(run):
 
 @pytest.mark.parametrize("op", ["RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial"])
 def test_never_folds_drawing_nodes(run, op):
-    text = f"g (float[1,3] x) => (float[1,3] y) <float[1,3] p = {{0.5,0.5,0.5}}> {{ r = {op}(p) k = Cast <to=1> (r) y = Add(x, k) }}"
+    text = f"""g (float[1,3] x) => (float[1,3] y) <float[1,3] p = {{0.5,0.5,0.5}}> {{ r = {op}(p)
+        k = Cast <to=1> (r) y = Add(x, k) }}"""
     assert op in fold(run, text).ops
 
 
 def test_never_folds_a_training_dropout(run):
-    text = """g (float[3] x) => (float[3] y) <float[3] p = {1,1,1}, float r = {0.5}, bool t = {1}> { d = Dropout(p, r, t) y = Add(x, d) }"""
+    text = """g (float[3] x) => (float[3] y) <float[3] p = {1,1,1}, float r = {0.5}, bool t = {1}>
+        { d = Dropout(p, r, t) y = Add(x, d) }"""
     assert fold(run, text).counts == {}
 
 
@@ -103,13 +108,17 @@ def test_never_folds_parameters(run, parse_model):
 
 def test_never_folds_unknown_or_foreign_operators(run):
     text = """<ir_version: 9, opset_import: ["" : 18, "acme" : 1, "ortgraph" : 1]>
-    g (float[3] x) => (float[3] y) <float[3] p = {1,1,1}> { a = acme.F(p) b = ortgraph.Gelu(p) c = Add(a, b) y = Add(x, c) }"""
+    g (float[3] x) => (float[3] y) <float[3] p = {1,1,1}> { a = acme.F(p) b = ortgraph.Gelu(p) c = Add(a, b)
+        y = Add(x, c) }"""
     assert fold(run, text).counts == {}
 
 
-@pytest.mark.parametrize("body", ["big = ConstantOfShape(n)", "big = Expand(k, n)", "big = Tile(k1, n)", "big = Range(z, m, o)"])
+@pytest.mark.parametrize(
+    "body", ["big = ConstantOfShape(n)", "big = Expand(k, n)", "big = Tile(k1, n)", "big = Range(z, m, o)"]
+)
 def test_bounds_the_size_of_what_it_makes(run, body):
-    text = f"""g (float x) => (float y) <int64[1] n = {{300000}}, float k = {{1}}, float[1] k1 = {{1}}, float z = {{0}}, float m = {{300000}},
+    text = f"""g (float x) => (float y) <int64[1] n = {{300000}}, float k = {{1}}, float[1] k1 = {{1}},
+        float z = {{0}}, float m = {{300000}},
         float o = {{1}}> {{ {body} s = ReduceMax <keepdims=0> (big) y = Add(x, s) }}"""
     ran = fold(run, text)
     assert ran.counts == {} and "the limit is 1048576" in ran.reasons
@@ -117,7 +126,8 @@ def test_bounds_the_size_of_what_it_makes(run, body):
 
 
 def test_refuses_results_of_unknown_size(run):
-    text = "g (float x) => (float y) <float[3] c = {1,0,1}> { i = NonZero(c) k = Cast <to=1> (i) s = ReduceSum <keepdims=0> (k) y = Add(x, s) }"
+    text = """g (float x) => (float y) <float[3] c = {1,0,1}> { i = NonZero(c) k = Cast <to=1> (i)
+        s = ReduceSum <keepdims=0> (k) y = Add(x, s) }"""
     assert "not known beforehand" in fold(run, text).reasons
 
 
@@ -137,14 +147,17 @@ def test_a_folded_graph_output_is_identity_of_a_constant(run):
 
 
 def test_a_constant_that_is_a_graph_output_stays(run):
-    ran = fold(run, "g (float[3] x) => (float[1] k, float[3] y) { k = Constant <value_floats=[1.0]> () y = Add(x, k) }", X)
+    ran = fold(
+        run, "g (float[3] x) => (float[1] k, float[3] y) { k = Constant <value_floats=[1.0]> () y = Add(x, k) }", X
+    )
     assert ran.ops == ["Constant", "Add"] and ran.counts == {}
 
 
 def test_constants_read_inside_a_branch(run):
     text = """g (float[2] x, bool c) => (float[2] y) <float[2] k = {1, 2}> {
         a = Neg(k)
-        y = If (c) <then_branch = t () => (float[2] p) { p = Add(x, a) }, else_branch = e () => (float[2] q) { q = Sub(x, a) }>
+        y = If (c) <then_branch = t () => (float[2] p) { p = Add(x, a) }, else_branch = e () => (float[2] q)
+        { q = Sub(x, a) }>
     }"""
     ran = fold(run, text, {"x": np.ones(2, np.float32), "c": np.array(True)})
     assert ran.ops == ["If"] and ran.counts == {"folded": 1}
@@ -178,7 +191,8 @@ def test_reshape_with_zero(run, allowzero, shape):
 
 
 def test_sequences_and_strings_stay(run):
-    text = """g (float[3] x) => (float[3] y) <float[3] c = {1,2,3}> { s = SequenceConstruct(c, c) i = Constant <value_int=0> ()
+    text = """g (float[3] x) => (float[3] y) <float[3] c = {1,2,3}> { s = SequenceConstruct(c, c)
+        i = Constant <value_int=0> ()
         e = SequenceAt(s, i) y = Add(x, e) }"""
     ran = fold(run, text)
     assert "SequenceConstruct" in ran.ops

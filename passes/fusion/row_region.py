@@ -1,0 +1,201 @@
+"""Recognising row-wise functions (softmax, layer norm, their gradients) by what they compute.
+
+Like pointwise_region.py, with reductions: a region may also reduce over one fixed set of axes and broadcast the
+result back. It is evaluated in float64 on a matrix whose columns stand for the reduced axes, with their true number
+where it is known, since constants such as 1 / N may depend on it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+import onnx_ir as ir
+from ortgraph.ops.shapes import attribute
+from ortgraph.passes.fusion.elementwise import evaluate, is_elementwise
+from ortgraph.passes.fusion.operands import axes_of, same_shape, scalar
+
+MAX_NODES = 40
+TOLERANCE = 1e-6
+NEAR = 0.05
+ROWS, UNKNOWN_WIDTH, MAX_WIDTH = 6, 7, 1 << 16
+FULL, COLUMN, ROW = "full", "column", "row"
+
+_REDUCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "ReduceL2": lambda x: np.sqrt((x * x).sum(1, keepdims=True)),
+    "ReduceLogSumExp": lambda x: np.log(np.exp(x).sum(1, keepdims=True)),
+    "ReduceMax": lambda x: x.max(1, keepdims=True),
+    "ReduceMean": lambda x: x.mean(1, keepdims=True),
+    "ReduceSum": lambda x: x.sum(1, keepdims=True),
+    "ReduceSumSquare": lambda x: (x * x).sum(1, keepdims=True),
+}
+
+
+def is_reduction(node: ir.Node | None) -> bool:
+    """Whether the node reduces and keeps the reduced dimensions."""
+    return node is not None and node.op_type in _REDUCTIONS and bool(attribute(node, "keepdims", 1))
+
+
+class RowRegion:
+    """Operators behind a root that work row by row, opened up to given values.
+
+    Args:
+        root: A value of full shape.
+        closed: Values that are never opened.
+
+    Attributes:
+        axes: The reduced axes, non-negative; None when no reduction is near, and the region is then empty.
+        nodes: Nodes in topological order.
+        order: Position of a value's node.
+    """
+
+    def __init__(self, root: ir.Value, closed: Sequence[ir.Value] = ()) -> None:
+        self.root, self.closed = root, frozenset(closed)
+        self.nodes: list[ir.Node] = []
+        self.order: dict[ir.Value, int] = {}
+        self.axes = _nearest_axes(root, self.closed)
+        if self.axes is not None:
+            self._grow()
+
+    @property
+    def width(self) -> int:
+        """Columns of the sample matrix."""
+        assert self.axes is not None and self.root.shape is not None
+        dims = [self.root.shape[a] for a in self.axes]
+        width = math.prod(d for d in dims if isinstance(d, int)) if all(isinstance(d, int) for d in dims) else 0
+        return width if 0 < width <= MAX_WIDTH else UNKNOWN_WIDTH
+
+    def kind(self, value: ir.Value) -> str | None:
+        """FULL, COLUMN (reduced dimensions are 1), ROW (one number per reduced position), or None."""
+        assert self.axes is not None and self.root.shape is not None
+        if same_shape(value, self.root):
+            return FULL
+        if value.shape is None:
+            return None
+        shape, full = list(value.shape), list(self.root.shape)
+        n = len(full)
+        if len(shape) == n and all(
+            (s == 1) if i in self.axes else (s == f) for i, (s, f) in enumerate(zip(shape, full, strict=True))
+        ):
+            return COLUMN
+        if self.axes == tuple(range(n - len(self.axes), n)) and shape == full[n - len(self.axes) :]:
+            return ROW
+        return None
+
+    def operands(self, node: ir.Node) -> list[ir.Value]:
+        """Inputs that are no constants; of a reduction or Expand only the data."""
+        inputs = node.inputs[:1] if node.op_type in _REDUCTIONS or node.op_type == "Expand" else node.inputs
+        return [v for v in inputs if v is not None and scalar(v) is None]
+
+    def _takes(self, node: ir.Node) -> bool:
+        if len(node.outputs) != 1 or node.domain not in ("", "ai.onnx"):
+            return False
+        output = node.outputs[0]
+        if self.kind(output) not in (FULL, COLUMN) or output.dtype not in (self.root.dtype, ir.DataType.BOOL):
+            return False
+        if node.op_type in _REDUCTIONS:
+            return is_reduction(node) and axes_of(node) == self.axes and self.kind(node.inputs[0]) == FULL  # type: ignore[arg-type]
+        if node.op_type != "Expand" and not is_elementwise(node):
+            return False
+        if node.op_type == "Cast" and node.inputs[0].dtype != ir.DataType.BOOL:  # type: ignore[union-attr]
+            return False
+        return all(self.kind(v) is not None for v in self.operands(node))
+
+    def _grow(self) -> None:
+        first = self.root.producer()
+        if first is None or not self._takes(first):
+            return
+        found, wave, seen = [], [first], {first}
+        while wave and len(found) < MAX_NODES:
+            node = wave.pop(0)
+            found.append(node)
+            for value in self.operands(node):
+                producer = value.producer()
+                if value not in self.closed and producer is not None and producer not in seen and self._takes(producer):
+                    seen.add(producer)
+                    wave.append(producer)
+        chosen, done = set(found), set()
+        stack = [(first, False)]
+        while stack:
+            node, expanded = stack.pop()
+            if expanded:
+                self.order[node.outputs[0]] = len(self.nodes)
+                self.nodes.append(node)
+                continue
+            if node in done:
+                continue
+            done.add(node)
+            stack.append((node, True))
+            inner = (v.producer() for v in self.operands(node) if v not in self.closed)
+            stack += [(p, False) for p in inner if p in chosen and p not in done]
+
+    def cuts(self) -> Iterator[tuple[ir.Value, ...]]:
+        """Cuts with one unknown full value, which comes first; rows and closed values follow, in a fixed order."""
+        frontier = dict.fromkeys([self.root])
+        while True:
+            opened = max(
+                (v for v in frontier if v in self.order and v not in self.closed), key=self.order.get, default=None
+            )
+            if opened is None:
+                return
+            del frontier[opened]
+            frontier.update(dict.fromkeys(self.operands(opened.producer())))  # type: ignore[arg-type]
+            unknown = [v for v in frontier if v not in self.closed and self.kind(v) != ROW]
+            if len(unknown) == 1 and self.kind(unknown[0]) == FULL:
+                yield (unknown[0], *(v for v in frontier if v is not unknown[0]))
+
+    def inside(self, cut: Sequence[ir.Value]) -> tuple[ir.Node, ...]:
+        """Nodes between the cut and the root, in order."""
+        wanted, stack = set(), [self.root]
+        while stack:
+            value = stack.pop()
+            node = value.producer()
+            if value in cut or node is None or node in wanted or value not in self.order:
+                continue
+            wanted.add(node)
+            stack += self.operands(node)
+        return tuple(n for n in self.nodes if n in wanted)
+
+    def evaluate(self, value: ir.Value, sources: Mapping[ir.Value, np.ndarray]) -> np.ndarray:
+        """The value on the sample matrix, full values as [ROWS, width]."""
+        shape = (ROWS, self.width)
+        more = {k: (lambda node, x, f=f: f(np.broadcast_to(x, shape))) for k, f in _REDUCTIONS.items()}
+        more["Expand"] = lambda node, x: np.broadcast_to(x, shape) if self.kind(node.outputs[0]) == FULL else x
+        return evaluate(value, sources, more)
+
+    def sample(self, kind: str, seed: int) -> np.ndarray:
+        """Random numbers for a source. Rows of a full sample differ in size down to 1e-6, so that an epsilon shows."""
+        rng = np.random.default_rng(seed)
+        if kind == FULL:
+            size = np.array([1.0, 3.0, 0.1, 1e-2, 1e-3, 1e-6])[:, None]
+            return rng.standard_normal((ROWS, self.width)) * size + np.arange(ROWS)[:, None] * 1e-3
+        return rng.standard_normal((ROWS, 1) if kind == COLUMN else (1, self.width))
+
+
+def difference(got: np.ndarray, want: np.ndarray) -> float:
+    """Largest difference relative to the size of the row; inf when a number is not finite."""
+    got = np.broadcast_to(got, want.shape)
+    with np.errstate(all="ignore"):
+        error = np.abs(got - want) / np.maximum(np.abs(want).max(axis=-1, keepdims=True), 1e-30)
+    return float(error.max()) if np.all(np.isfinite(error)) else math.inf
+
+
+def _nearest_axes(root: ir.Value, closed: frozenset[ir.Value]) -> tuple[int, ...] | None:
+    """Axes of the nearest reduction behind the root, through element-wise operators."""
+    wave, seen, n = [root], {root}, 0
+    while wave and n < MAX_NODES:
+        value = wave.pop(0)
+        node = value.producer()
+        n += 1
+        if node is None or value in closed:
+            continue
+        if is_reduction(node):
+            return axes_of(node) or None
+        if not is_elementwise(node) and node.op_type != "Expand":
+            continue
+        for v in node.inputs:
+            if v is not None and v not in seen:
+                seen.add(v)
+                wave.append(v)
+    return None
