@@ -125,3 +125,10 @@ register(
     _composite("SoftmaxGrad", _over_axis(softmax_grad), "dX = Y (dY - sum(Y dY, axis))", 4, elementwise=False),
     _composite("LogSoftmaxGrad", _over_axis(log_softmax_grad), "dX = dY - exp(Y) sum(dY, axis)", 4, elementwise=False),
 )
+register(
+    OpSpec("", "Softmax", precision="accumulate", inplace=((0, 0),), infer=like(0), flops=elements_flops(10),
+           doc="Y = exp(X) / sum(exp(X), axis)"),
+    OpSpec("", "LogSoftmax", precision="accumulate", inplace=((0, 0),), infer=like(0), flops=elements_flops(10),
+           doc="Y = X - log(sum(exp(X), axis))"),
+    OpSpec("", "Hardmax", precision="any", infer=like(0), doc="Y = 1 at the first greatest element, else 0"),
+)  # fmt: skip

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from ortgraph.ops.infer import infer_node
 
 from ortgraph.graph.edit import Names, stamp
-from ortgraph.ops.infer import infer_node
 
 
 class Builder:
@@ -36,7 +36,9 @@ class Builder:
         self.made: list[ir.Node] = []
         self._constants: dict[tuple, ir.Value] = {}
 
-    def op(self, op_type: str, *inputs: ir.Value | None, domain: str = "", name: str = "", **attributes: Any) -> ir.Value:
+    def op(
+        self, op_type: str, *inputs: ir.Value | None, domain: str = "", name: str = "", **attributes: Any
+    ) -> ir.Value:
         """A node with one output."""
         return self.multi(op_type, *inputs, outputs=1, domain=domain, name=name, **attributes)[0]
 
@@ -46,7 +48,9 @@ class Builder:
         """A node with ``outputs`` outputs. Attributes that are None are left out."""
         attributes = {k: v for k, v in attributes.items() if v is not None}
         base = name or op_type.lower()
-        node = ir.node(op_type, list(inputs), attributes, domain=domain, num_outputs=outputs, name=self.names.fresh_node(base))
+        node = ir.node(
+            op_type, list(inputs), attributes, domain=domain, num_outputs=outputs, name=self.names.fresh_node(base)
+        )
         for output in node.outputs:
             output.name = self.names.fresh(base)
         stamp(node, self.by, self.origins)
@@ -73,6 +77,11 @@ class Builder:
             self.graph.register_initializer(made)
             self._constants[key] = made
         return self._constants[key]
+
+    @property
+    def constants(self) -> tuple[ir.Value, ...]:
+        """The constants made so far."""
+        return tuple(self._constants.values())
 
     def scalar(self, value: float, like: ir.Value) -> ir.Value:
         """A scalar constant of the dtype of ``like``."""

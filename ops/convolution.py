@@ -8,8 +8,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
-
-from ortgraph.errors import UnsupportedError
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.shapes import (
     Types,
@@ -29,6 +27,8 @@ from ortgraph.ops.shapes import (
 )
 from ortgraph.ops.spec import COMPOSITE, OpSpec, register
 
+from ortgraph.errors import UnsupportedError
+
 _NARROW = 16  # channels per group below which one wide product beats one product per kernel position
 
 
@@ -40,7 +40,8 @@ def _options(node: ir.Node, dims: int) -> tuple[list[int], list[int], list[int]]
     """Strides, pads and dilations with their defaults."""
     if attribute(node, "auto_pad", "NOTSET") != "NOTSET":
         raise UnsupportedError(
-            f"{node.op_type} {node.name!r}: auto_pad={attribute(node, 'auto_pad')} is not expanded", "write pads instead"
+            f"{node.op_type} {node.name!r}: auto_pad={attribute(node, 'auto_pad')} is not expanded",
+            "write pads instead",
         )
     return (
         list(attribute(node, "strides", [1] * dims)),
@@ -204,4 +205,35 @@ register(
         COMPOSITE, "AveragePoolGrad", infer=like(1), expand=_expand_average_pool_grad, flops=elements_flops(2),
         doc="dX[window i] += dY[i] / elements of window i",
     ),
+)  # fmt: skip
+
+
+def _conv_flops(node: ir.Node) -> int:
+    weight = shape_of(given(node, 1))
+    if weight is None or not all(isinstance(d, int) for d in weight[1:]):
+        return 0
+    return 2 * element_count(node.outputs[0]) * math.prod(weight[1:])
+
+
+def _conv_transpose_flops(node: ir.Node) -> int:
+    weight = shape_of(given(node, 1))
+    if weight is None or not all(isinstance(d, int) for d in weight[1:]):
+        return 0
+    return 2 * element_count(given(node, 0)) * math.prod(weight[1:])
+
+
+def _pool_flops(node: ir.Node) -> int:
+    return element_count(node.outputs[0]) * math.prod(attribute(node, "kernel_shape", [1]))
+
+
+register(
+    OpSpec("", "Conv", precision="accumulate", flops=_conv_flops, doc="Y = X * W + B"),
+    OpSpec("", "ConvTranspose", precision="accumulate", flops=_conv_transpose_flops, doc="Y = X *^T W + B"),
+    OpSpec("", "MaxPool", precision="any", flops=_pool_flops, doc="Y = max over windows; Indices flat over the tensor"),
+    OpSpec("", "AveragePool", precision="accumulate", flops=_pool_flops, doc="Y = mean over windows"),
+    OpSpec("", "LpPool", precision="float32", flops=_pool_flops, doc="Y = p-norm over windows"),
+    OpSpec("", "MaxUnpool", precision="any", doc="Y = X put at its indices"),
+    OpSpec("", "GlobalAveragePool", precision="accumulate", flops=lambda n: element_count(given(n, 0)),
+           doc="Y = mean over space"),
+    OpSpec("", "GlobalMaxPool", precision="any", flops=lambda n: element_count(given(n, 0)), doc="Y = max over space"),
 )  # fmt: skip

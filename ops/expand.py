@@ -52,20 +52,29 @@ def expand_node(node: ir.Node, names: Names | None = None, by: str = "expand") -
     try:
         values = spec.expand(build, node)
     except UnsupportedError:
-        for made in reversed(build.made):
-            graph.remove(made, safe=True)
+        _undo(graph, build)
         raise
-    for i, old in enumerate(node.outputs):
-        new = values[i] if i < len(values) else None
+    values = [*values, *[None] * (len(node.outputs) - len(values))]
+    missing = next((i for i, old in enumerate(node.outputs) if values[i] is None and is_used(old)), None)
+    if missing is not None:
+        _undo(graph, build)
+        raise UnsupportedError(
+            f"{operator(node)} {node.name!r}: the expansion does not make output {missing}, which is read",
+            "keep the node for a runtime that has a kernel for it",
+        )
+    for old, new in zip(node.outputs, values, strict=False):
         if new is not None:
             _take_type(new, old)
             replace_value(old, new)
-        elif is_used(old):
-            raise UnsupportedError(
-                f"{operator(node)} {node.name!r}: the expansion has no output {i}, but %{old.name} is read",
-                "drop the reader of that output",
-            )
     graph.remove(node, safe=True)
+
+
+def _undo(graph: ir.Graph, build: Builder) -> None:
+    for made in reversed(build.made):
+        graph.remove(made, safe=True)
+    for constant in build.constants:
+        if not is_used(constant):
+            del graph.initializers[constant.name]
 
 
 def _opset(graph: ir.Graph) -> int:

@@ -187,3 +187,7 @@ register(
         doc="dLogits = dLoss w[t] / TotalWeight (mean) (exp(LogProb) - onehot(t))",
     ),
 )
+register(
+    OpSpec("", "NegativeLogLikelihoodLoss", doc="Loss = -sum w[t] X[t] / sum w[t] (mean)"),
+    OpSpec("", "SoftmaxCrossEntropyLoss", optional_outputs=(1,), doc="Loss = NLL(LogSoftmax(X, axis 1))"),
+)

@@ -11,6 +11,7 @@ from ortgraph.ops.shapes import (
     decimal,
     elements_flops,
     given,
+    like,
     normalized_axis,
     rank_of,
     retyped,
@@ -189,3 +190,32 @@ register(
         doc="dX = Scale InvStd (dY - mean(dY) - x_hat mean(dY x_hat)); dScale = sum(dY x_hat); dBias = sum(dY)",
     ),
 )
+
+
+def layer_norm_types(node: ir.Node) -> Types:
+    """Y like X; Mean and InvStdDev with the normalized dimensions as 1."""
+    x = given(node, 0)
+    shape = shape_of(x)
+    statistics = None
+    if shape is not None:
+        axis = normalized_axis(attribute(node, "axis", -1), len(shape))
+        statistics = tuple(d if i < axis else 1 for i, d in enumerate(shape))
+    saved = retyped(x, statistics)
+    if saved is not None and attribute(node, "stash_type", 1) == 1 and saved[0] != ir.DataType.DOUBLE:
+        saved = (ir.DataType.FLOAT, saved[1])
+    return [typed(x), saved, saved][: len(node.outputs)]
+
+
+register(
+    OpSpec("", "LayerNormalization", precision="accumulate", infer=layer_norm_types, flops=elements_flops(8),
+           optional_outputs=(1, 2), doc="Y = Scale (X - mean) / sqrt(var + epsilon) + B over axes from axis on"),
+    OpSpec("", "BatchNormalization", precision="float32", flops=elements_flops(4),
+           doc="Y = Scale (X - mean) / sqrt(var + epsilon) + B per channel"),
+    OpSpec("", "InstanceNormalization", precision="accumulate", infer=like(0), flops=elements_flops(8),
+           doc="Y = Scale (X - mean) / sqrt(var + epsilon) + B per sample and channel"),
+    OpSpec("", "GroupNormalization", precision="accumulate", infer=like(0), flops=elements_flops(8),
+           doc="Y = Scale (X - mean) / sqrt(var + epsilon) + B per sample and group of channels"),
+    OpSpec("", "LpNormalization", precision="float32", infer=like(0), doc="Y = X / norm(X, axis)"),
+    OpSpec("", "LRN", precision="float32", infer=like(0), doc="Y = X / (bias + alpha / size sum X^2)^beta over channels"),
+    OpSpec("", "MeanVarianceNormalization", precision="float32", infer=like(0), doc="Y = (X - mean) / sqrt(var)"),
+)  # fmt: skip

@@ -25,6 +25,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -223,3 +224,16 @@ register(
         doc="U in [0, 1): float32 from (Key, Step, node, element index)",
     ),
 )
+# They draw from the runtime's own generator.
+_HIDDEN_STATE: dict[str, Any] = {"deterministic": False, "recompute": False, "precision": "any"}
+
+register(
+    OpSpec("", "Dropout", infer=_dropout_types, optional_outputs=(1,), doc="Y = X Mask / (1 - ratio) in training mode",
+           **_HIDDEN_STATE),
+    OpSpec("", "RandomNormal", doc="Y from N(mean, scale)", **_HIDDEN_STATE),
+    OpSpec("", "RandomNormalLike", doc="Y from N(mean, scale) in the shape of X", **_HIDDEN_STATE),
+    OpSpec("", "RandomUniform", doc="Y from U(low, high)", **_HIDDEN_STATE),
+    OpSpec("", "RandomUniformLike", doc="Y from U(low, high) in the shape of X", **_HIDDEN_STATE),
+    OpSpec("", "Bernoulli", doc="Y = 1 with probability X", **_HIDDEN_STATE),
+    OpSpec("", "Multinomial", doc="Y = classes drawn by log-probability", **_HIDDEN_STATE),
+)  # fmt: skip
