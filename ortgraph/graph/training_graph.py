@@ -96,7 +96,7 @@ class TrainingGraph:
             raise InputError(f"{path.parent}: no such folder", "make the folder first")
         proto = ir.serde.serialize_model(self.model)
         weights = path.with_suffix(".safetensors")
-        values = {k: np.ascontiguousarray(v) for k, v in self.values.items()}
+        values = {k: np.asarray(v, order="C") for k, v in self.values.items()}
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".ortgraph-") as folder:
             parts = [(pathlib.Path(folder, "graph.onnx"), path), (pathlib.Path(folder, "values.safetensors"), weights)]
             onnx.save_model(proto, parts[0][0])

@@ -40,7 +40,7 @@ def save(folder: str | os.PathLike[str], values: Mapping[str, np.ndarray], extra
         raise InputError(f"{folder} exists and is no checkpoint", "choose another folder")
     made = pathlib.Path(tempfile.mkdtemp(dir=folder.absolute().parent, prefix=f".{folder.name}-"))
     try:
-        safetensors.numpy.save_file({k: np.ascontiguousarray(v) for k, v in values.items()}, made / VALUES)
+        safetensors.numpy.save_file({k: np.asarray(v, order="C") for k, v in values.items()}, made / VALUES)
         record = {"version": VERSION, "sha256": _digest(made / VALUES), **extra}
         (made / RECORD).write_text(json.dumps(record, indent=1, sort_keys=True))
         _swap(made, folder)
@@ -87,7 +87,7 @@ def load(folder: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[st
         record = json.loads((folder / RECORD).read_text())
         version, wanted = record.pop("version"), record.pop("sha256")
         record["steps"], record["scalars"]  # noqa: B018 - both must be there
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise InputError(f"{folder / RECORD} does not parse ({error})", "use another checkpoint") from error
     if version != VERSION:
         raise InputError(

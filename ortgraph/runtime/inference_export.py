@@ -165,7 +165,7 @@ def export_inference(
 
 def _make_initializer(graph: ir.Graph, value: ir.Value, array: np.ndarray) -> None:
     graph.inputs.remove(value)
-    value.const_value = ir.tensor(np.ascontiguousarray(array).copy(), name=value.name)
+    value.const_value = ir.tensor(array.copy(order="C"), name=value.name)
     graph.register_initializer(value)
 
 

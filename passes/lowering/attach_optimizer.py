@@ -9,6 +9,7 @@ from ortgraph.graph import TrainingGraph
 from ortgraph.manager.base import Changes, GraphPass
 from ortgraph.optim.adamw import AdamW
 from ortgraph.optim.attach import BEFORE, attach
+from ortgraph.runtime.inference_export import keep_evaluation_form
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,5 +41,6 @@ class AttachOptimizer(GraphPass):
 
     def run(self, graph: TrainingGraph) -> Changes:
         changes = Changes()
+        keep_evaluation_form(graph)  # why here: lowering follows, and afterwards dropout cannot be told apart
         changes.counts["updates"] = attach(graph, AdamW.parse(self.optimizer), self.accumulation_steps)
         return changes

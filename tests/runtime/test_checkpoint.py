@@ -1,0 +1,132 @@
+"""Checkpoints: bit-exact resume, atomic writing, clear refusals."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from ortgraph.passes.lowering.attach_optimizer import AttachOptimizer
+
+from ortgraph.errors import InputError
+from ortgraph.optim import AdamW
+from ortgraph.runtime import checkpoint
+from ortgraph.runtime.session import TrainingSession
+
+
+@pytest.fixture
+def stepped(classifier_graph):
+    """Factory of sessions over the same graph with an optimizer."""
+
+    def make(threads: int = 2, **options) -> TrainingSession:
+        graph = classifier_graph()
+        AttachOptimizer.of(AdamW(lr=0.05, max_grad_norm=1.0, **options)).call(graph.model)
+        return TrainingSession(graph, threads=threads)
+
+    return make
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_four_steps_equal_two_and_two(stepped, classifier_batch, tmp_path, threads) -> None:
+    whole = stepped(threads)
+    losses = [whole.step(classifier_batch(seed=i), learning_rate=0.05 / (i + 1)) for i in range(4)]
+    first = stepped(threads)
+    for i in range(2):
+        assert first.step(classifier_batch(seed=i), learning_rate=0.05 / (i + 1)) == losses[i]
+    first.save_checkpoint(tmp_path / "at2")
+    second = stepped(threads)
+    second.gradients(classifier_batch())
+    second.step(classifier_batch(seed=8))
+    second.load_checkpoint(tmp_path / "at2")
+    assert second.steps == 2 and second.learning_rate == first.learning_rate
+    for i in range(2, 4):
+        assert second.step(classifier_batch(seed=i), learning_rate=0.05 / (i + 1)) == losses[i]
+    for a, b in (
+        (whole.state_dict(), second.state_dict()),
+        (whole.optimizer_state_dict(), second.optimizer_state_dict()),
+    ):
+        assert list(a) == list(b) and all(np.array_equal(a[k], b[k]) for k in a)
+
+
+def test_learning_rate_is_part_of_it(stepped, classifier_batch, tmp_path) -> None:
+    one, two = stepped(), stepped()
+    one.step(classifier_batch(), learning_rate=0.125)
+    one.save_checkpoint(tmp_path / "c")
+    two.load_checkpoint(tmp_path / "c")
+    assert two.learning_rate == 0.125
+    assert one.step(classifier_batch(seed=3)) == two.step(classifier_batch(seed=3))
+    assert np.array_equal(one.state_dict()["w1"], two.state_dict()["w1"])
+
+
+def test_overwrites_a_checkpoint_and_nothing_else(stepped, classifier_batch, tmp_path) -> None:
+    session = stepped()
+    folder = tmp_path / "c"
+    folder.mkdir()
+    for _ in range(3):
+        session.step(classifier_batch())
+        session.save_checkpoint(folder)
+    assert json.loads((folder / "checkpoint.json").read_text())["steps"] == 3
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c"], "no temporary folder is left"
+    other = tmp_path / "precious"
+    other.mkdir()
+    (other / "thesis.txt").write_text("x")
+    with pytest.raises(InputError, match="is no checkpoint"):
+        session.save_checkpoint(other)
+    assert (other / "thesis.txt").read_text() == "x"
+    with pytest.raises(InputError, match="no such folder"):
+        session.save_checkpoint(tmp_path / "a" / "b")
+
+
+def test_failed_write_leaves_the_old_one(stepped, classifier_batch, tmp_path, monkeypatch) -> None:
+    session = stepped()
+    session.step(classifier_batch())
+    session.save_checkpoint(tmp_path / "c")
+    before = (tmp_path / "c" / "values.safetensors").read_bytes()
+    session.step(classifier_batch())
+
+    def full(*_args, **_options) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(safetensors.numpy, "save_file", full)
+    with pytest.raises(OSError, match="disk full"):
+        session.save_checkpoint(tmp_path / "c")
+    assert (tmp_path / "c" / "values.safetensors").read_bytes() == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c"]
+    stepped().load_checkpoint(tmp_path / "c")
+
+
+def test_refusals(stepped, classifier_graph, classifier_batch, tmp_path) -> None:
+    session = stepped()
+    session.step(classifier_batch())
+    folder = session.save_checkpoint(tmp_path / "c")
+    fresh = stepped()
+    before = fresh.state_dict()
+
+    def refuses(words: str) -> None:
+        with pytest.raises(InputError, match=words):
+            fresh.load_checkpoint(folder)
+        assert all(np.array_equal(before[k], v) for k, v in fresh.state_dict().items())
+
+    with pytest.raises(InputError, match="not a checkpoint"):
+        fresh.load_checkpoint(tmp_path / "absent")
+    with pytest.raises(InputError, match="unknown 'state/exp_avg/b1'"):
+        TrainingSession(classifier_graph(), threads=1).load_checkpoint(folder)
+    values, extra = checkpoint.load(folder)
+    checkpoint.save(folder, {**values, "w1": values["w1"].T}, extra)
+    refuses(r"'w1' is float32\[8, 6\]")
+    checkpoint.save(folder, {k: v for k, v in values.items() if k != "w1"}, extra)
+    refuses("missing 'w1'")
+    checkpoint.save(folder, values, extra)
+    data = bytearray((folder / "values.safetensors").read_bytes())
+    data[-1] ^= 1
+    (folder / "values.safetensors").write_bytes(data)
+    refuses("damaged")
+    checkpoint.save(folder, values, extra)
+    record = json.loads((folder / "checkpoint.json").read_text())
+    (folder / "checkpoint.json").write_text(json.dumps({**record, "version": 99}))
+    refuses("version 99")
+    (folder / "checkpoint.json").write_text("{")
+    refuses("does not parse")
+    (folder / "checkpoint.json").write_text("[]")
+    refuses("does not parse")
