@@ -271,8 +271,9 @@ _RULES: dict[str, _Rule] = {
 # Operators that copy, choose or compare integers: no arithmetic that could overflow.
 _INTEGER_SAFE = frozenset({
     "And", "ArgMax", "ArgMin", "Ceil", "Clip", "Compress", "DepthToSpace", "EyeLike", "Flatten", "Floor",
-    "GatherElements", "GatherND", "GreaterOrEqual", "IsInf", "IsNaN", "LessOrEqual", "Max", "Min", "NonZero", "Not", "OneHot", "Or",
-    "Pad", "ReduceMax", "ReduceMin", "Round", "SpaceToDepth", "Sign", "Split", "Tile", "TopK", "Trilu", "Unique", "Xor",
+    "GatherElements", "GatherND", "GreaterOrEqual", "IsInf", "IsNaN", "LessOrEqual", "Max", "Min", "NonZero", "Not",
+    "OneHot", "Or", "Pad", "ReduceMax", "ReduceMin", "Round", "SpaceToDepth", "Sign", "Split", "Tile", "TopK", "Trilu",
+    "Unique", "Xor",
 })  # fmt: skip
 # Operators whose integer result is compared with the same operator in float64: positions that carry the numbers.
 _INTEGER_CHECKED = {

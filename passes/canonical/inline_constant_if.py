@@ -70,7 +70,7 @@ def _inline(graph: ir.Graph, node: ir.Node, branch: ir.Graph, names: Names) -> l
     moved = list(branch)
     branch.remove(moved)
     for inner in moved:
-        inner.name = names.fresh(inner.name or inner.op_type.lower())
+        inner.name = names.fresh_node(inner.name or inner.op_type.lower())
         for output in inner.outputs:
             if output.name:
                 output.name = names.fresh(output.name)

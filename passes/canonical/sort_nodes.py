@@ -63,4 +63,4 @@ def _name(graph: ir.Graph) -> None:
     names = Names(graph) if wanting else None
     for node in wanting:
         assert names is not None
-        node.name = names.fresh(node.name or node.op_type.lower())
+        node.name = names.fresh_node(node.name or node.op_type.lower())

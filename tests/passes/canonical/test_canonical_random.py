@@ -12,9 +12,16 @@ from hypothesis import strategies as st
 from ortgraph.manager.registry import get
 
 NAMES = (
-    """eliminate-dead-code""", """fold-constants""", """fold-shapes""", """eliminate-identity""", """eliminate-cast-pairs""", """simplify-reshapes""",
-    "simplify-transposes", "eliminate-common-subexpressions", "sort-nodes",
-)  # fmt: skip
+    "eliminate-dead-code",
+    "fold-constants",
+    "fold-shapes",
+    "eliminate-identity",
+    "eliminate-cast-pairs",
+    "simplify-reshapes",
+    "simplify-transposes",
+    "eliminate-common-subexpressions",
+    "sort-nodes",
+)
 UNARY = ("Neg", "Abs", "Identity", "Sigmoid", "Relu")
 BINARY = ("Add", "Mul", "Sub")
 SHAPES = ([2, 3], [3, 2], [6], [1, 6], [2, 1, 3])

@@ -21,16 +21,29 @@ def test_folds_a_chain_and_lifts_constants(run):
 
 
 FOLDED = {
-    "cast": "c = Cast <to=7> (f)", "reshape": "c = Reshape(m, sh)", "transpose": "c = Transpose(m)",
-    """concat""": """c = Concat <axis=0> (f,
-        f)""", "gather": "c = Gather <axis=1> (m, i)", "slice": "c = Slice(m, b, e, a, st)",
-    "squeeze": "c = Squeeze(one)", "unsqueeze": "c = Unsqueeze(f, i)", "expand": "c = Expand(f, ex)",
-    "where": "q = Greater(f, f) c = Where(q, f, f)", "neg": "c = Neg(f)", "div": "c = Div(f, f)", "erf": "c = Erf(f)",
-    "constant-of-shape": "c = ConstantOfShape <value = int64[1] {7}> (sh)", "range": "c = Range(r0, r1, r2)",
-    """reduce""": """c = ReduceSum(m)""", """softmax""": """c = Softmax(m)""", """shape""": """c = Shape
-        <start=1> (m)""", "size": "c = Size(m)",
-    "pow": "c = Pow(f, f)", "equal": "c = Equal(f, f)", "cumsum": "z = Sub(r0, r0) c = CumSum(f, z)",
-}  # fmt: skip
+    "cast": "c = Cast <to=7> (f)",
+    "reshape": "c = Reshape(m, sh)",
+    "transpose": "c = Transpose(m)",
+    "concat": "c = Concat <axis=0> (f, f)",
+    "gather": "c = Gather <axis=1> (m, i)",
+    "slice": "c = Slice(m, b, e, a, st)",
+    "squeeze": "c = Squeeze(one)",
+    "unsqueeze": "c = Unsqueeze(f, i)",
+    "expand": "c = Expand(f, ex)",
+    "where": "q = Greater(f, f) c = Where(q, f, f)",
+    "neg": "c = Neg(f)",
+    "div": "c = Div(f, f)",
+    "erf": "c = Erf(f)",
+    "constant-of-shape": "c = ConstantOfShape <value = int64[1] {7}> (sh)",
+    "range": "c = Range(r0, r1, r2)",
+    "reduce": "c = ReduceSum(m)",
+    "softmax": "c = Softmax(m)",
+    "shape": "c = Shape <start=1> (m)",
+    "size": "c = Size(m)",
+    "pow": "c = Pow(f, f)",
+    "equal": "c = Equal(f, f)",
+    "cumsum": "z = Sub(r0, r0) c = CumSum(f, z)",
+}
 CONSTANTS = """float[3] f = {1.5, -2, 3}, float[2,3] m = {1,2,3,4,5,6}, int64[2] sh = {3,2}, int64[2]
         ex = {2,3}, int64[1] i = {0},
     int64[1] b = {2}, int64[1] e = {-99}, int64[1] a = {1}, int64[1] st = {-1}, float[1] one = {5},
