@@ -1,3 +1,39 @@
 """ortgraph: an optimizing compiler for ONNX training graphs."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+# Eager, so that the function and not the sub-package is what ``ortgraph.capture`` names.
+from ortgraph.capture import capture
+from ortgraph.graph import Signature, TrainingGraph, load
+
+if TYPE_CHECKING:
+    from ortgraph import optim
+    from ortgraph.capture import from_onnx
+    from ortgraph.compiled import compile
+    from ortgraph.manager.optimize import OptimizeResult, optimize
+    from ortgraph.runtime.session import TrainingSession
+
 __version__ = "0.1.0"
+__all__ = [
+    "OptimizeResult", "Signature", "TrainingGraph", "TrainingSession", "capture", "compile", "from_onnx", "load", "optim",
+    "optimize",
+]
+
+_LAZY = {
+    "OptimizeResult": "ortgraph.manager.optimize",
+    "TrainingSession": "ortgraph.runtime.session",
+    "compile": "ortgraph.compiled",
+    "from_onnx": "ortgraph.capture.from_onnx",
+    "optimize": "ortgraph.manager.optimize",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "optim":
+        return importlib.import_module("ortgraph.optim")
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'ortgraph' has no attribute {name!r}")

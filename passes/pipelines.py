@@ -20,20 +20,17 @@ CANONICAL = ",".join((
 ))
 
 FUSION = ",".join((
-    "raise-contrib",  # why first: gradients of ONNX Runtime become the composites that the rest knows
     "fuse-gelu",
-    "fuse-layer-norm",
-    "fuse-softmax",
-    "fuse-cross-entropy",
-    "fuse-embedding-gradient",
+    "fuse-activation-gradient",
     "eliminate-dead-code",  # why here: decomposed forward chains die once their gradients are fused
 ))
 
 MATMUL = ",".join((
+    "narrow-rows",  # why here: it knows plain MatMul and Gemm, and whole composites
     "fuse-matmul-transpose",  # why after canonical: cancelled transposes need no flag
     "fuse-matmul-scale",
     "fuse-gemm-bias",
-    "fuse-bias-gradient",
+    "fuse-weight-gradient",
     "simplify-reshapes",  # why here: Gemm's 2-D views of neighbours cancel
     CLEAN,
 ))
