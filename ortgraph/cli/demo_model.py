@@ -70,7 +70,7 @@ class Classifier(nn.Module):
 
     def forward(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """tokens int64 [B, S], labels int64 [B]; returns the mean cross-entropy (scalar) and logits [B, classes]."""
-        kept = (tokens != PADDING).to(torch.float32)
+        kept = (tokens != PADDING).to(self.positions.dtype)
         bias = (1.0 - kept)[:, None, None, :] * -1e4
         x = self.words(tokens) + self.positions[: tokens.shape[1]]
         for layer in self.layers:

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 
 _STYLE = """
 body { font: 15px/1.5 sans-serif; color: #222; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; border-bottom: 1px solid #ccc; }
+h1 { font-size: 1.6rem; }
+h2 { font-size: 1.2rem; margin-top: 2.2rem; border-bottom: 1px solid #ccc; }
 table { border-collapse: collapse; margin: .6rem 0; } caption { text-align: left; font-weight: bold; }
 th, td { padding: .15rem .7rem; text-align: left; border-bottom: 1px solid #e4e4e4; vertical-align: top; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
@@ -53,7 +54,8 @@ class Page:
         """The whole file."""
         title = html.escape(self.title)
         head = f'<meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
-        return f'<!doctype html>\n<html lang="en"><head>{head}</head><body><h1>{title}</h1>{"".join(self._parts)}</body></html>\n'
+        body = f"<h1>{title}</h1>{''.join(self._parts)}"
+        return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>{body}</body></html>\n'
 
 
 def _row(tag: str, cells: Sequence[object], right: Sequence[int]) -> str:

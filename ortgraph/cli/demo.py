@@ -1,0 +1,203 @@
+"""``ortgraph demo``: a real model on real text, trained by PyTorch and by ortgraph side by side."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import statistics
+from typing import Annotated, Any
+
+import typer
+
+from ortgraph.cli import options
+from ortgraph.cli.output import Output, verb
+from ortgraph.errors import InputError, VerificationError
+
+FILES = (
+    "captured.onnx", "captured.safetensors", "step.onnx", "step.safetensors", "classifier.onnx", "classifier.onnx.data",
+    "result.json", "report.html",
+)  # fmt: skip
+_BATCH, _LR = 8, 5e-4
+_STEPS, _QUICK_STEPS = 320, 64
+_QUICK_HELD_OUT, _QUICK_SECONDS = 240, 22.0
+_SHOWN_OPERATORS = 24
+_AMD = (
+    "PyTorch's float32 products take MKL's slow path on AMD processors unless MKL is told otherwise: part of this ratio "
+    "is that. `python -m bench.step` compares with PyTorch at its best setting."
+)
+
+_QUICK = typer.Option("--quick", help="A minute instead of five: fewer steps.")
+_OUT = typer.Option("--out", metavar="DIR", help="Where to write graphs and report.")
+_STEPS_OPTION = typer.Option("--steps", min=4, help="Training steps; replaces those of the full or quick run.")
+
+
+@verb
+def run(
+    quick: Annotated[bool, _QUICK] = False,
+    folder: Annotated[pathlib.Path, _OUT] = pathlib.Path("ortgraph-demo"),
+    steps: Annotated[int | None, _STEPS_OPTION] = None,
+    threads: Annotated[int | None, options.THREADS] = None,
+    as_json: bool = options.JSON,
+) -> None:
+    """Which standard-library package does a docstring come from? Train a Transformer both ways and compare."""
+    from ortgraph.runtime.detect import check_torch, detect_runtime, torch_version
+
+    out = Output(as_json)
+    check_torch(torch_version())
+    detect_runtime()
+    _prepare(folder)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    from ortgraph.cli.demo_run import Plan
+
+    limited = quick and steps is None
+    plan = Plan(
+        steps=steps or (_QUICK_STEPS if quick else _STEPS),
+        batch=_BATCH,
+        held_out=_QUICK_HELD_OUT if quick else 1 << 30,
+        seconds=_QUICK_SECONDS if limited else None,
+        lr=_LR,
+        threads=threads or cores,
+    )
+    outcome = _measure(out, plan, folder)
+    _write(folder, outcome)
+    _show(out, outcome, folder)
+    out.result(outcome["result"])
+
+
+def _prepare(folder: pathlib.Path) -> None:
+    """Make the folder, or accept one that holds nothing but an earlier demo.
+
+    Raises:
+        InputError: It holds other files, or cannot be written.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder}: is a file", "--out DIR")
+    foreign = sorted(p.name for p in folder.iterdir() if p.name not in FILES) if folder.is_dir() else []
+    if foreign:
+        raise InputError(f"{folder}: holds {foreign[0]!r}, which the demo did not write", "--out DIR with a new folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be made ({error.strerror})", "--out DIR in a folder of yours") from error
+    if not os.access(folder, os.W_OK):
+        raise InputError(f"{folder}: cannot be written", "--out DIR in a folder of yours")
+
+
+def _measure(out: Output, plan: Any, folder: pathlib.Path) -> dict[str, Any]:
+    import torch
+
+    import ortgraph
+    from ortgraph.cli import demo_run
+    from ortgraph.cli.demo_data import load_demo_data
+    from ortgraph.cli.demo_model import make_model
+    from ortgraph.manager.instruments import Progress
+
+    torch.set_num_threads(plan.threads)
+    with out.progress("reading docstrings"):
+        data = load_demo_data()
+    batches = list(data.batches(plan.batch, plan.steps))
+    model = make_model()
+    parameters = sum(p.numel() for p in model.parameters())
+    out.say(f"{len(data.train):,} docstrings of the standard library to train on, {len(data.held_out)} held out, "
+            f"{len(data.classes)} packages; a Transformer of {parameters / 1e6:.1f} million parameters")  # fmt: skip
+    with out.progress("capturing"):
+        captured = ortgraph.capture(model, {k: torch.from_numpy(v) for k, v in batches[0].items()}, loss=0)
+    optimizer = ortgraph.optim.AdamW(lr=plan.lr, weight_decay=0.01)
+    with out.progress("optimizing") as tell:
+        lowered = ortgraph.optimize(captured, "O0", optimizer=optimizer)
+        optimized = ortgraph.optimize(captured, "O2", optimizer=optimizer, instruments=[Progress(tell)])
+    captured.save(folder / "captured.onnx")
+    optimized.graph.save(folder / "step.onnx")
+    session = ortgraph.TrainingSession(optimized.graph, threads=plan.threads)
+    with out.progress("verifying gradients"):
+        plain = ortgraph.TrainingSession(captured, threads=plan.threads)
+        errors = demo_run.gradient_errors(model, session, plain, batches[0])
+        del plain
+    worst = _check_gradients(errors)
+    with out.progress("training both", total=plan.steps) as tell:
+        curves = demo_run.train_both(model, session, batches, plan, tell)
+    with out.progress("classifying held-out documents"):
+        accuracy = demo_run.accuracies(model, session, data, plan)
+    session.export_inference(folder / "classifier.onnx")
+    eager, ours = curves.timed()
+    result = {
+        "nodes_before": lowered.graph.node_count(),
+        "nodes_after": optimized.graph.node_count(),
+        "nodes_captured": captured.node_count(),
+        "gradient_max_relative_error": worst,
+        "loss_max_difference": curves.loss_max_difference,
+        "ms_per_step_pytorch": statistics.median(eager),
+        "ms_per_step_ortgraph": statistics.median(ours),
+        "speedup": curves.speedup,
+        "accuracy_pytorch": accuracy[0],
+        "accuracy_ortgraph": accuracy[1],
+        "arena_bytes": session.arena_bytes,
+        "arena_bound_bytes": session.max_load_bytes,
+        "parameter_bytes": session.parameter_bytes,
+        "state_bytes": session.state_bytes,
+        "steps": len(curves.loss_pytorch),
+        "threads": plan.threads,
+        "parameters": parameters,
+        "folder": str(folder),
+    }
+    return {"result": result, "errors": errors, "curves": curves, "before": lowered.graph, "optimized": optimized}
+
+
+def _check_gradients(errors: dict[str, dict[str, float]]) -> float:
+    """The largest difference to PyTorch and to the unoptimized graph. Raises VerificationError above the tolerance."""
+    from ortgraph.cli.demo_run import GRADIENTS
+    from ortgraph.manager.numerics import GRADIENT_TOLERANCE
+
+    worst, name = max((v, k) for measure in GRADIENTS[:2] for k, v in errors[measure].items())
+    if worst > GRADIENT_TOLERANCE:
+        raise VerificationError(
+            f"the gradient of %{name} is off by {worst:.1e}", "please report this with `ortgraph doctor`"
+        )
+    return worst
+
+
+def _write(folder: pathlib.Path, outcome: dict[str, Any]) -> None:
+    from ortgraph.report.comparison import comparison_page
+
+    options.write_text(folder / "result.json", json.dumps(outcome["result"], indent=1) + "\n")
+    page = comparison_page(
+        outcome["result"], outcome["optimized"], outcome["before"], outcome["errors"], outcome["curves"], _remarks()
+    )
+    options.write_text(folder / "report.html", page)
+
+
+def _remarks() -> list[str]:
+    from ortgraph.cli.doctor import processor_name
+
+    name = processor_name()
+    return [f"Processor: {name}.", *([_AMD] if "AMD" in name else [])]
+
+
+def _show(out: Output, outcome: dict[str, Any], folder: pathlib.Path) -> None:
+    from ortgraph.manager.optimize import count_operators
+    from ortgraph.report import tables
+
+    r = outcome["result"]
+    rows = tables.operator_change_rows(count_operators(outcome["before"]), count_operators(outcome["optimized"].graph))
+    out.table(
+        "Nodes of one training step",
+        ("operator", "unoptimized (-O0)", "-O2", "change"),
+        rows[:_SHOWN_OPERATORS],
+        right=(1, 2, 3),
+    )
+    out.say(f"nodes            {r['nodes_before']} → {r['nodes_after']} (-O0 → -O2, optimizer included)")
+    out.say(f"gradients        largest relative difference to PyTorch and to the unoptimized graph "
+            f"{r['gradient_max_relative_error']:.1e}")  # fmt: skip
+    out.say(f"time per step    PyTorch {r['ms_per_step_pytorch']:.1f} ms, ortgraph {r['ms_per_step_ortgraph']:.1f} ms: "
+            f"{r['speedup']:.2f} times as fast (median of {r['steps']} steps run in turn, {r['threads']} threads)")  # fmt: skip
+    out.say(f"loss             {outcome['curves'].loss_pytorch[0]:.3f} → {outcome['curves'].loss_pytorch[-1]:.3f} and "
+            f"{outcome['curves'].loss_ortgraph[-1]:.3f}; largest difference {r['loss_max_difference']:.1e}")  # fmt: skip
+    out.say(
+        f"accuracy         PyTorch {r['accuracy_pytorch']:.1%}, ortgraph {r['accuracy_ortgraph']:.1%} of held-out documents"
+    )
+    out.say(f"memory           arena {r['arena_bytes'] / 2**20:.1f} MiB (at least {r['arena_bound_bytes'] / 2**20:.1f}), "
+            f"parameters {r['parameter_bytes'] / 2**20:.1f} MiB, states {r['state_bytes'] / 2**20:.1f} MiB")  # fmt: skip
+    for remark in _remarks():
+        out.say(remark)
+    out.say(f"wrote {folder / 'report.html'} and the graphs beside it")
