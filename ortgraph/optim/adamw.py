@@ -141,14 +141,10 @@ class AdamW:
             raise InputError(
                 f"optimizer {text!r} does not parse", "adamw, or adamw(lr=0.001;weight_decay=0.01;no_decay=*.bias)"
             )
-        values: dict[str, Any] = {}
-        groups = []
-        for entry in _split(found["inside"] or ""):
-            if entry.startswith("group(") and entry.endswith(")"):
-                groups.append(Group(**_read(_split(entry[6:-1]), Group, text)))
-            else:
-                values.update(_read([entry], AdamW, text))
-        return AdamW(**values, groups=tuple(groups))
+        entries = _split(found["inside"] or "")
+        groups = [e for e in entries if e.startswith("group(") and e.endswith(")")]
+        values = _read([e for e in entries if e not in groups], AdamW, text)
+        return AdamW(**values, groups=tuple(Group(**_read(_split(g[6:-1]), Group, text)) for g in groups))
 
 
 def _entries(item: AdamW | Group) -> list[str]:
