@@ -42,6 +42,11 @@ TABLE: dict[str, str] = {
     "fuse-gelu": "ortgraph.passes.fusion.gelu:FuseGelu",
     "fuse-activation-gradient": "ortgraph.passes.fusion.activation_gradient:FuseActivationGradient",
     "raise-contrib": "ortgraph.passes.fusion.raise_contrib:RaiseContrib",
+    "fuse-layer-norm": "ortgraph.passes.fusion.layer_norm:FuseLayerNorm",
+    "fuse-softmax": "ortgraph.passes.fusion.softmax:FuseSoftmax",
+    "fuse-cross-entropy": "ortgraph.passes.fusion.cross_entropy:FuseCrossEntropy",
+    "fuse-embedding-gradient": "ortgraph.passes.fusion.embedding_gradient:FuseEmbeddingGradient",
+    "fuse-bias-gradient": "ortgraph.passes.fusion.bias_gradient:FuseBiasGradient",
 }
 _plugins: dict[str, type[GraphPass]] = {}
 

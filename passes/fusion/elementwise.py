@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from ortgraph.ops.shapes import attribute, given
+from ortgraph.ops.shapes import attribute
 from ortgraph.passes.fusion.operands import scalar
 
 Array = Any  # numpy array or float
@@ -68,11 +68,17 @@ def is_elementwise(node: ir.Node) -> bool:
     return node.domain in ("", "ai.onnx") and node.op_type in _OPERATORS and len(node.outputs) == 1
 
 
-def evaluate(root: ir.Value, sources: Mapping[ir.Value, np.ndarray]) -> np.ndarray:
+def evaluate(
+    root: ir.Value,
+    sources: Mapping[ir.Value, np.ndarray],
+    more: Mapping[str, Callable[[ir.Node, Array], Array]] | None = None,
+) -> np.ndarray:
     """The value of ``root`` in float64 with ``sources`` given and constants as recorded.
 
-    Every path from the root must end in a source or a constant filled with one number.
+    Every path from the root must end in a source or a constant filled with one number. ``more`` gives operators
+    beyond the element-wise ones; they see their first input only.
     """
+    more = more or {}
     known: dict[ir.Value, Array] = dict(sources)
     stack = [root]
     while stack:
@@ -86,13 +92,15 @@ def evaluate(root: ir.Value, sources: Mapping[ir.Value, np.ndarray]) -> np.ndarr
             known[value] = number
             continue
         assert node is not None
-        waiting = [v for v in node.inputs if v is not None and v not in known]
+        read = node.inputs[:1] if node.op_type in more else node.inputs
+        waiting = [v for v in read if v is not None and v not in known]
         if waiting:
             stack += waiting
             continue
-        arguments = [None if v is None else known[v] for v in (given(node, i) for i in range(len(node.inputs)))]
+        arguments = [None if v is None else known[v] for v in read]
+        function = more.get(node.op_type) or _OPERATORS[node.op_type]
         with np.errstate(all="ignore"):
-            known[value] = _OPERATORS[node.op_type](node, *arguments)
+            known[value] = function(node, *arguments)
     return np.asarray(known[root], dtype=float)
 
 

@@ -175,6 +175,7 @@ def _gradient(node: ir.Node) -> Match | Refusal | None:
         assert x is not None and scale is not None
         known = [x, scale, norm.outputs[1], norm.outputs[2]]
         pinned = RowRegion(node.outputs[0], known)
+        best: Match | Refusal | None = None
         if pinned.axes is None or pinned.axes != _axes(norm):
             continue
         for cut in pinned.cuts():
@@ -188,8 +189,10 @@ def _gradient(node: ir.Node) -> Match | Refusal | None:
             want = inv_std * (g - g.mean(1, keepdims=True) - x_hat * (g * x_hat).mean(1, keepdims=True))
             off = difference(pinned.evaluate(pinned.root, samples), want)
             if off <= TOLERANCE:
-                return _checked_gradient(pinned, norm, cut, uses_scale)
+                best = _checked_gradient(pinned, norm, cut, uses_scale)  # the deepest: dY behind the scale
             near = min(near, (off, f"differs from LayerNormGrad of %{dy.name} by {off:.1e}"))
+        if best is not None:
+            return best
     return Refusal(node.name or "", near[1]) if near[1] else None
 
 
@@ -241,7 +244,7 @@ def _checked_gradient(
     if len(axes) < (rank(x) or 0):
         for role, part in enumerate((_scale_sum(region, norm, dy), _row_sum(dy, axes)), start=1):
             if part is not None:
-                nodes = [*part, *nodes]
+                nodes += part
                 outputs.append(part[-1].outputs[0])
                 roles.append(role)
     facts = {"axis": axes[0] - (rank(x) or 0), "roles": tuple(roles)}
@@ -252,9 +255,9 @@ def _row_sum(value: ir.Value, axes: tuple[int, ...]) -> list[ir.Node] | None:
     """The sum of ``value`` over every axis but the normalized ones, without keeping them."""
     for use in value.uses():
         node = use.node
-        if node.op_type == "ReduceSum" and use.idx == 0 and not attribute(node, "keepdims", 1):
-            if axes_of(node) == tuple(range(axes[0])):
-                return [node]
+        plain = node.op_type == "ReduceSum" and use.idx == 0 and not attribute(node, "keepdims", 1)
+        if plain and axes_of(node) == tuple(range(axes[0])):
+            return [node]
     return None
 
 
@@ -270,12 +273,10 @@ def _scale_sum(region: RowRegion, norm: ir.Node, dy: ir.Value) -> list[ir.Node] 
             continue
         samples, (x_hat, _, _) = _gradient_samples(region, norm, dy)
         known = list(samples)
-        local = RowRegion(region.root, known)
-        local.root = product.outputs[0]
-        local.nodes, local.order = [], {}
-        local._grow()
-        open_leaves = {v for n in local.nodes for v in local.operands(n) if v not in local.order} - set(known)
-        if local.nodes and not open_leaves:
-            if difference(local.evaluate(local.root, samples), samples[dy] * x_hat) <= TOLERANCE:
-                return [product, *total]
+        local = RowRegion(product.outputs[0], known, region.axes)
+        unknown = {v for n in local.nodes for v in local.operands(n) if v not in local.order} - set(known)
+        if not local.nodes or unknown:
+            continue
+        if difference(local.evaluate(local.root, samples), samples[dy] * x_hat) <= TOLERANCE:
+            return [product, *total]
     return None

@@ -43,6 +43,7 @@ class RowRegion:
     Args:
         root: A value of full shape.
         closed: Values that are never opened.
+        axes: The reduced axes, where they are known already.
 
     Attributes:
         axes: The reduced axes, non-negative; None when no reduction is near, and the region is then empty.
@@ -50,11 +51,13 @@ class RowRegion:
         order: Position of a value's node.
     """
 
-    def __init__(self, root: ir.Value, closed: Sequence[ir.Value] = ()) -> None:
+    def __init__(
+        self, root: ir.Value, closed: Sequence[ir.Value] = (), axes: tuple[int, ...] | None = None
+    ) -> None:  # fmt: skip
         self.root, self.closed = root, frozenset(closed)
         self.nodes: list[ir.Node] = []
         self.order: dict[ir.Value, int] = {}
-        self.axes = _nearest_axes(root, self.closed)
+        self.axes = axes or _nearest_axes(root, self.closed)
         if self.axes is not None:
             self._grow()
 

@@ -47,7 +47,7 @@ class FuseSoftmax(RewritePass):
     """exp(x - max) / sum = Softmax(x); x - max - log(sum(exp)) = LogSoftmax(x); Y (dY - sum(Y dY)) = SoftmaxGrad.
 
     Recognised by value (row_region.py). The gradients are found from dY and the result Y of a Softmax or LogSoftmax:
-    a forward chain is fused first. A chain without the subtraction of the maximum is the same function, and safer fused.
+    a forward chain is fused first. A chain that does not subtract the maximum is the same function.
 
     Refuses when:
         the numbers differ by more than 1e-6;
@@ -66,10 +66,7 @@ class FuseSoftmax(RewritePass):
             for node in tuple(graph.graph)[::-1]:
                 if node.graph is None or not _is_root(node):
                     continue
-                found = look(node)
-                if isinstance(found, Match) and look is _forward:
-                    reason = self._inner_reason(found)
-                    found = Refusal(node.name or "", reason) if reason else found
+                found = look(node, self._inner_reason)
                 if isinstance(found, Refusal):
                     changes.refusals.append(found)
                 if not isinstance(found, Match):
@@ -95,11 +92,13 @@ def _is_root(node: ir.Node) -> bool:
     return node.domain in ("", "ai.onnx") and node.op_type in _ROOTS and node.outputs[0].dtype in FLOATS
 
 
-def _forward(node: ir.Node) -> Match | Refusal | None:
+def _forward(node: ir.Node, inner_reason: Callable[[Match], str | None]) -> Match | Refusal | None:
+    """The deepest cut whose inner values nobody else reads: softmax(x - max) is softmax(x)."""
     region = RowRegion(node.outputs[0])
     if not region.nodes or not any(n.op_type in ("Exp", "ReduceLogSumExp") for n in region.nodes):
         return None
     near: tuple[float, str] = (NEAR, "")
+    best: Match | Refusal | None = None
     for cut in region.cuts():
         if len(cut) != 1:
             continue
@@ -108,12 +107,16 @@ def _forward(node: ir.Node) -> Match | Refusal | None:
         for op_type, function in _FORWARD.items():
             off = difference(got, function(x))
             if off <= TOLERANCE:
-                return _found(region, cut, op_type)
+                found = _found(region, cut, op_type)
+                reason = inner_reason(found) if isinstance(found, Match) else found.reason
+                best = found if reason is None else best or Refusal(node.name or "", reason)
             near = min(near, (off, f"differs from {op_type} of %{cut[0].name} by {off:.1e}"))
+    if best is not None:
+        return best
     return Refusal(node.name or "", near[1]) if near[1] else None
 
 
-def _gradient(node: ir.Node) -> Match | Refusal | None:
+def _gradient(node: ir.Node, inner_reason: Callable[[Match], str | None]) -> Match | Refusal | None:
     region = RowRegion(node.outputs[0])
     if not region.nodes:
         return None
