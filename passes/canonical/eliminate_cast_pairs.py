@@ -1,4 +1,4 @@
-"""EliminateCasts: a cast of an exactly widened value is a cast of the value itself."""
+"""EliminateCastPairs: a cast of an exactly widened value is a cast of the value itself."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def widens(source: ir.DataType, target: ir.DataType) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class EliminateCasts(GraphPass):
+class EliminateCastPairs(GraphPass):
     """Cast_b(Cast_a(x)) = Cast_b(x), or x when b is the dtype of x.
 
     The second cast reads x; the first goes when nothing else reads it. Counted as ``removed`` (the second cast gives x
