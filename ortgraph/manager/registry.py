@@ -26,7 +26,7 @@ TABLE: dict[str, str] = {
     "eliminate-dead-code": "ortgraph.passes.canonical.eliminate_dead_code:EliminateDeadCode",
     "eliminate-identity": "ortgraph.passes.canonical.eliminate_identity:EliminateIdentity",
     "eliminate-common-subexpressions": "ortgraph.passes.canonical.eliminate_common_subexpressions:EliminateCommonSubexpressions",
-    "eliminate-cast-pairs": "ortgraph.passes.canonical.eliminate_cast_pairs:EliminateCasts",
+    "eliminate-cast-pairs": "ortgraph.passes.canonical.eliminate_cast_pairs:EliminateCastPairs",
     "simplify-transposes": "ortgraph.passes.canonical.simplify_transposes:SimplifyTransposes",
     "simplify-reshapes": "ortgraph.passes.canonical.simplify_reshapes:SimplifyReshapes",
     "fold-constants": "ortgraph.passes.canonical.fold_constants:FoldConstants",
