@@ -47,6 +47,7 @@ TABLE: dict[str, str] = {
     "fuse-cross-entropy": "ortgraph.passes.fusion.cross_entropy:FuseCrossEntropy",
     "fuse-embedding-gradient": "ortgraph.passes.fusion.embedding_gradient:FuseEmbeddingGradient",
     "fuse-bias-gradient": "ortgraph.passes.fusion.bias_gradient:FuseBiasGradient",
+    "lift-batch-views": "ortgraph.passes.fusion.batch_views:LiftBatchViews",
 }
 _plugins: dict[str, type[GraphPass]] = {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -59,8 +60,7 @@ class FuseBiasGradient(RewritePass):
         if axes != tuple(range(n - 1)):
             return Refusal(node.name or "", f"sums over axes {list(axes)}, not over all rows")
         source = _behind_views(value)
-        view = producer_of(value, "Reshape")
-        if self.form == "reduce" and n == 2 and (source is value or (view is not None and view.inputs[0] is source)):
+        if self.form == "reduce" and n == 2:
             return None
         return Match((node,), (node.outputs[0],), {"source": source, "value": value}, count=self.form)
 
@@ -80,7 +80,9 @@ class FuseBiasGradient(RewritePass):
         assert source is not None and source.shape is not None
         width = int(source.shape[-1])  # type: ignore[arg-type]
         if len(source.shape) != 2:
-            source = build.op("Reshape", source, build.ints([-1, width]))
+            known = static_shape(source)
+            rows = math.prod(known[:-1]) if known is not None else -1
+            source = build.op("Reshape", source, build.ints([rows, width]))
         keep = attribute(node, "keepdims", 1)
         if self.form == "reduce":
             made = build.op("ReduceSum", source, build.ints([0]), keepdims=0)
@@ -103,8 +105,8 @@ def _ones(build: Builder, source: ir.Value) -> ir.Value:
 
 
 def _behind_views(value: ir.Value) -> ir.Value:
-    """The value behind Reshapes that keep the last dimension, hence the set of rows."""
-    while (node := producer_of(value, "Reshape")) is not None:
+    """The nearest matrix behind Reshapes that keep the last dimension (hence the rows); else what they start from."""
+    while rank(value) != 2 and (node := producer_of(value, "Reshape")) is not None:
         source = node.inputs[0]
         same = source is not None and source.shape is not None and value.shape is not None and len(source.shape) >= 2
         if not same or source.shape[-1] != value.shape[-1] or not isinstance(value.shape[-1], int):  # type: ignore

@@ -77,14 +77,20 @@ class FuseMatmulTranspose(RewritePass):
         left, right = (_operand(build, s) for s in (a, b))
         trans = {"transA": int(a.trans) or None, "transB": int(b.trans) or None}
         if _is_matrix(match):
-            alpha, beta = attribute(node, "alpha"), attribute(node, "beta")
-            return [build.op("Gemm", left, right, given(node, 2), alpha=alpha, beta=beta, **trans)]
+            inputs = [left, right] if given(node, 2) is None else [left, right, given(node, 2)]
+            return [build.op("Gemm", *inputs, alpha=_factor(node, "alpha"), beta=_factor(node, "beta"), **trans)]
         batch = {"transBatchA": int(a.batch) or None, "transBatchB": int(b.batch) or None}
         made = build.op(
-            "FusedMatMul", left, right, domain=CONTRIB, alpha=attribute(node, "alpha"), **trans, **batch
+            "FusedMatMul", left, right, domain=CONTRIB, alpha=_factor(node, "alpha"), **trans, **batch
         )  # fmt: skip
         made.shape = node.outputs[0].shape
         return [made]
+
+
+def _factor(node: ir.Node, name: str) -> float | None:
+    """The attribute when it changes anything."""
+    value = attribute(node, name, 1.0)
+    return None if value == 1.0 else value
 
 
 def _is_matrix(match: Match) -> bool:
