@@ -46,7 +46,7 @@ class Attributes {
   // The double nearest to the shortest decimal that rounds to the stored float: 0.999 is 0.999, not 0.99900001287.
   double decimal(const char* name, double fallback) const;
   std::int64_t integer(const char* name, std::int64_t fallback) const;
-  Shape shape(const char* name) const;  // a list of integers
+  Shape shape(const char* name) const;  // a list of integers; empty when the attribute is missing
   std::string text(const char* name, const char* fallback) const;
 
  private:
@@ -175,6 +175,7 @@ using Definitions = std::vector<Definition*>;
 void add_activation(Definitions& to);
 void add_embedding(Definitions& to);
 void add_loss(Definitions& to);
+void add_movement(Definitions& to);
 void add_normalization(Definitions& to);
 void add_optimizer(Definitions& to);
 void add_random(Definitions& to);

@@ -115,12 +115,15 @@ std::string Attributes::text(const char* name, const char* fallback) const {
 Shape Attributes::shape(const char* name) const {
   Shape shape;
   std::size_t size = kMaxRank;
-  check(api_,
-        at<Status* (*)(const KernelInfo*, const char*, std::int64_t*, std::size_t*)>(api_, kAttributeInts)(
-            info_, name, shape.dim.data(), &size),
-        "an attribute that must be a list of at most 8 integers");
-  shape.rank = size;
-  return shape;
+  Status* status = at<Status* (*)(const KernelInfo*, const char*, std::int64_t*, std::size_t*)>(api_, kAttributeInts)(
+      info_, name, shape.dim.data(), &size);
+  if (!status) {
+    shape.rank = size;
+    return shape;
+  }
+  release(api_, status);
+  expect(size <= kMaxRank, "an attribute has more than 8 integers");
+  return Shape{};
 }
 
 std::size_t Context::inputs() const {
@@ -217,6 +220,7 @@ extern "C" __attribute__((visibility("default"))) ortgraph::Status* RegisterCust
     add_activation(made);
     add_embedding(made);
     add_loss(made);
+    add_movement(made);
     add_normalization(made);
     add_optimizer(made);
     add_random(made);

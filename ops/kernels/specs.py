@@ -61,6 +61,15 @@ def _multi_adamw(node: ir.Node) -> Types:
     return [typed(given(node, 3 + 4 * t + i)) for t in range(tensors) for i in (0, 2, 3)][: len(node.outputs)]
 
 
+def _transpose(node: ir.Node) -> Types:
+    x = given(node, 0)
+    shape = shape_of(x)
+    if shape is None:
+        return [retyped(x, None)]
+    perm = attribute(node, "perm") or range(len(shape) - 1, -1, -1)
+    return [retyped(x, tuple(shape[i] for i in perm))]
+
+
 _INFER: dict[str, InferRule] = {
     "MultiAdamW": _multi_adamw,
     "EmbeddingAdamW": like(2, 5, 6),
@@ -69,6 +78,8 @@ _INFER: dict[str, InferRule] = {
     "LayerNorm": _layer_norm,
     "AddLayerNorm": _add_layer_norm,
     "LayerNormGradAdd": _as_composite("LayerNormGrad"),
+    "SquaredNorm": lambda node: [retyped(given(node, 0), ())],
+    "Transpose": _transpose,
     "Softmax": like(0),
     "ScaledMaskedSoftmax": like(0),
     "ScaledSoftmaxGrad": like(0),

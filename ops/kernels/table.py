@@ -93,6 +93,10 @@ def _per_row(index: int) -> Scratch:
     return lambda node: 4 * (_size(node, index) or (0,))[0]
 
 
+def _slices(node: ir.Node) -> int:
+    return 8 * sum(-(-math.prod(_size(node, i)) // 32768) for i in range(len(node.inputs)))
+
+
 _ADAM = ("beta1", "beta2", "epsilon", "weight_decay")
 _LOSS = ("reduction", "ignore_index")
 _STEP = frozenset({"Step"})
@@ -195,6 +199,10 @@ _ENTRIES = (
         doc="dX = dY Mask / (1 - ratio)",
     ),
     _composite("RandomUniform", ("Key", "Step"), ("U",), ("node", "shape"), integers=_DRAW, doc="U in [0, 1)"),
+    KernelEntry(
+        "SquaredNorm", ("G*",), ("Sum",), scratch=_slices, doc="sum of the squares of all elements of all tensors"
+    ),
+    KernelEntry("Transpose", ("X",), ("Y",), ("perm",), (), ("", "Transpose"), doc="Y's dimension i is X's perm[i]"),
     KernelEntry("BiasGrad", ("dY",), ("dBias",), scratch=_bias_sums, doc="sum over all dimensions but the last"),
 )  # fmt: skip
 

@@ -9,6 +9,10 @@
 #include <cstring>
 #include <limits>
 
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
 namespace ortgraph {
 
 constexpr int kLanes = 16;
@@ -60,22 +64,34 @@ inline V outside(V v, Part part) {
   return lane < part.lanes ? v : splat(-std::numeric_limits<float>::infinity());
 }
 
-// Sums and maxima in one fixed order.
+// b where it is the larger one or NaN, else a; likewise for the smaller one.
+#ifdef __AVX512F__
+inline V larger(V a, V b) { return (V)_mm512_max_ps((__m512)a, (__m512)b); }
+inline V smaller(V a, V b) { return (V)_mm512_min_ps((__m512)a, (__m512)b); }
+#else
+inline V larger(V a, V b) { return a > b ? a : b; }
+inline V smaller(V a, V b) { return a < b ? a : b; }
+#endif
+
+// Sums and maxima of the lanes, in one fixed order.
+inline V halves(V v) { return __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7); }
+inline V quarters(V v) { return __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11); }
+inline V pairs(V v) { return __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13); }
+inline V neighbours(V v) { return __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14); }
+
 inline float sum(V v) {
-  float x[kLanes];
-  std::memcpy(x, &v, sizeof x);
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int i = 0; i < width; ++i) x[i] += x[i + width];
-  }
-  return x[0];
+  v += halves(v);
+  v += quarters(v);
+  v += pairs(v);
+  v += neighbours(v);
+  return v[0];
 }
-inline V larger(V a, V b) { return a > b ? a : b; }  // NaN in a is dropped, NaN in b is kept
 inline float largest(V v) {
-  float x[kLanes];
-  std::memcpy(x, &v, sizeof x);
-  float best = x[0];
-  for (int i = 1; i < kLanes; ++i) best = best > x[i] ? best : x[i];
-  return best;
+  v = larger(v, halves(v));
+  v = larger(v, quarters(v));
+  v = larger(v, pairs(v));
+  v = larger(v, neighbours(v));
+  return v[0];
 }
 
 inline V magnitude(V x) { return reinterpret_cast<V>(reinterpret_cast<Vi>(x) & 0x7fffffff); }
@@ -83,8 +99,7 @@ inline V magnitude(V x) { return reinterpret_cast<V>(reinterpret_cast<Vi>(x) & 0
 // exp(high + low) for |low| much smaller than 1. Relative error below 1.2e-7, subnormal results included.
 // Cody-Waite reduction to |r| <= ln(2)/2 and a polynomial fitted for least relative error.
 inline V exp_sum(V high, V low) {
-  high = high < -104.0f ? splat(-104.0f) : high;
-  high = high > 89.0f ? splat(89.0f) : high;
+  high = smaller(splat(89.0f), larger(splat(-104.0f), high));
   const V magic = splat(12582912.0f);  // 1.5 * 2^23: the sum's low bits are the rounded quotient
   const V shifted = (high + low) * 1.44269504f + magic;
   const V n = shifted - magic;
@@ -97,10 +112,14 @@ inline V exp_sum(V high, V low) {
   p = p * r + 1.66666672e-1f;
   p = p * r + 0.5f;
   p = p * r * r + r + 1.0f;
+#ifdef __AVX512F__
+  return (V)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
   const Vi exponent = reinterpret_cast<Vi>(shifted) - reinterpret_cast<Vi>(magic);
   const Vi half = exponent >> 1;
   p *= reinterpret_cast<V>((half + 127) << 23);
   return p * reinterpret_cast<V>((exponent - half + 127) << 23);
+#endif
 }
 
 inline V exp(V x) { return exp_sum(x, V{}); }
@@ -112,7 +131,7 @@ struct Logistic {
   V s, rest;
 };
 inline Logistic logistic(V x) {
-  const V e = exp(-(x < -87.0f ? splat(-87.0f) : x));
+  const V e = exp(-larger(splat(-87.0f), x));
   const V s = 1.0f / (1.0f + e);
   return {s, e * s};
 }
@@ -126,7 +145,7 @@ struct Normal {
 // q = (a - 4) / (a + 4); P is fitted to erfcx(a / sqrt(2)) (1 + a) / 2 for least relative error on 0 <= a <= 14.5.
 inline Normal normal(V x) {
   V a = magnitude(x);
-  a = a > 14.5f ? splat(14.5f) : a;
+  a = smaller(splat(14.5f), a);
   // a^2 without rounding: the leading 12 bits squared are exact, the rest goes into the low part.
   const V lead = reinterpret_cast<V>(reinterpret_cast<Vi>(a) & ~0xfff);
   const V density = exp_sum(-0.5f * (lead * lead), -0.5f * ((a + lead) * (a - lead)));

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -251,3 +252,31 @@ def test_bias_gradient(kernel, shape):
     dy = f32(*shape)
     expected = dy.astype(np.float64).reshape(-1, shape[-1]).sum(0)
     close(kernel("BiasGrad", [dy], 1).run()[0], expected, 16, floor=math.sqrt(math.prod(shape[:-1])))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(), (4,), (0, 3), (1, 1), (17, 33), (2, 5, 7), (8, 19, 4, 16), (3, 1, 18, 20), (2, 3, 4, 5, 6), (40, 1, 300)],
+)
+def test_transpose_every_order(kernel, shape):
+    x = f32(*shape)
+    assert np.array_equal(kernel("Transpose", [x], 1).run()[0], x.T)
+    if not shape:
+        return
+    for perm in list(itertools.permutations(range(len(shape))))[::-1][:24]:
+        (y,) = kernel("Transpose", [x], 1, perm=perm).run()
+        assert np.array_equal(y, x.transpose(perm)), perm
+
+
+def test_transpose_refuses_what_is_no_order(kernel):
+    for perm in ([0], [0, 0], [0, 2], [-1, 0]):
+        with pytest.raises(Exception, match="perm"):
+            kernel("Transpose", [f32(2, 3)], 1, perm=perm).run()
+
+
+def test_squared_norm(kernel):
+    tensors = [f32(*s) for s in ((100003,), (), (3, 5), (0, 4), (32768,))]
+    expected = sum(float((t.astype(np.float64) ** 2).sum()) for t in tensors)
+    close(kernel("SquaredNorm", tensors, 1).run()[0], np.asarray(expected), 8)
+    tensors[2][1, 1] = np.inf
+    assert kernel("SquaredNorm", tensors, 1).run()[0] == np.inf
