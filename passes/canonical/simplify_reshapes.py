@@ -39,6 +39,7 @@ class SimplifyReshapes(GraphPass):
     Refuses when:
         - the shape of the result has an unknown dimension, a 0, or several symbolic dimensions that moved: no constant
           shape says it;
+        - the opset is below 5, where Reshape takes its shape as an attribute;
         - the chain cancels, but its end is a graph output and its source a graph input, a constant or another output.
     """
 
@@ -47,6 +48,8 @@ class SimplifyReshapes(GraphPass):
 
     def run(self, graph: TrainingGraph) -> Changes:
         run = _Run(graph.graph)
+        if graph.graph.opset_imports.get("", 18) < 5:
+            return run.changes
         for node in graph.graph:
             inner = _inner(node)
             if inner is not None and run.edit.is_read(node.outputs[0]):
