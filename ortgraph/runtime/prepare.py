@@ -6,13 +6,14 @@ import importlib
 import logging
 from collections.abc import Mapping
 
-from ortgraph.analysis.bind_shapes import bind_shapes, fold_shapes, is_dynamic
-from ortgraph.errors import PassError
+from ortgraph.analysis.bind_shapes import bind_shapes, infer_unknown, is_dynamic
 from ortgraph.graph import TrainingGraph
-from ortgraph.ops.expand import expand_composites
 
 logger = logging.getLogger(__name__)
 _LOWERED = ("lowered", "planned")
+FOLD = "fold-shapes,fold-constants"
+# Lowering expands each composite for itself; what they have in common (scalars of every update) is computed once.
+CLEAN = "fold-shapes,fold-constants,eliminate-common-subexpressions,eliminate-identity,eliminate-dead-code"
 
 
 def prepare(graph: TrainingGraph, dims: Mapping[str, int], target: str) -> TrainingGraph:
@@ -23,28 +24,25 @@ def prepare(graph: TrainingGraph, dims: Mapping[str, int], target: str) -> Train
         dims: Size by name of every symbolic dimension.
         target: ``onnxruntime-training`` or ``onnxruntime``.
     """
-    if graph.stage in _LOWERED and not is_dynamic(graph):
+    lowered = graph.stage in _LOWERED
+    dynamic = is_dynamic(graph)
+    if lowered and not dynamic:
         return lift_constants(graph.clone()) if _has_constants(graph) else graph
     ready = graph.clone()
-    if is_dynamic(ready):
+    if dynamic:
         bind_shapes(ready, dims)
-        fold_shapes(ready)
-    if ready.stage not in _LOWERED:
-        lower(ready, target)
-    fold_shapes(ready)
+        run_passes(ready, FOLD)
+        if infer_unknown(ready):
+            run_passes(ready, FOLD)
+    if not lowered:
+        run_passes(ready, f"lower{{target={target}}},{CLEAN}")
     return lift_constants(ready)
 
 
-def lower(graph: TrainingGraph, target: str) -> None:
-    """Lower in place by the pass ``lower``; by reference expansions only where that pass is not installed."""
-    registry = importlib.import_module("ortgraph.manager.registry")
-    try:
-        cls = registry.get("lower")
-    except (PassError, ImportError, AttributeError) as error:
-        logger.debug("no pass 'lower' (%s); composites are expanded", error)
-        expand_composites(graph)
-        return
-    cls(target=target).run(graph)
+def run_passes(graph: TrainingGraph, pipeline: str) -> None:
+    """Run a text pipeline in place, without the verification that the pass manager does around each pass."""
+    for made in importlib.import_module("ortgraph.manager.pipeline_text").parse_pipeline(pipeline):
+        made.call(graph.model)
 
 
 def _has_constants(graph: TrainingGraph) -> bool:

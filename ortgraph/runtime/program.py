@@ -14,6 +14,8 @@ import onnx_ir as ir
 from ortgraph.analysis.liveness import values_read
 from ortgraph.errors import PlanError, RuntimeSetupError
 from ortgraph.graph import TrainingGraph, static_shape
+from ortgraph.ops import kernels
+from ortgraph.ops.spec import KERNELS
 from ortgraph.plan.memory.placement import METADATA_KEY, Placement, place_values
 from ortgraph.plan.schedule import order_updates
 from ortgraph.runtime.arena import Memory
@@ -88,6 +90,7 @@ class Program:
         profile_prefix: str | None = None,
     ) -> None:
         start = time.perf_counter()
+        self._made_with = (name, graph, wanted, pairs, memory, threads)
         self.name, self._memory, self._poison = name, memory, poison
         outputs = {v.name: v for v in graph.graph.outputs}
         missing = [n for n in wanted if n not in outputs]
@@ -155,6 +158,8 @@ class Program:
         extra = [self._values[n] for n in self._unbound]
         model = program_model(graph.model, self.order, self._input_values, [*self._bound, *extra])
         options = session_options(threads, profile_prefix)
+        if any(node.domain == KERNELS for node in self.order):
+            options.register_custom_ops_library(str(kernels.library_path()))
         try:
             return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # noqa: BLE001 - the runtime's exception types are private; the cause is chained
@@ -216,6 +221,10 @@ class Program:
         if at is not None:
             return self._memory_of(at).reshape(-1).view(dtype).reshape(shape)
         return self._memory.arena.view(self.placement.offsets[name], dtype, shape)
+
+    def profiled(self, prefix: str) -> Program:
+        """The same program on the same memory, with ONNX Runtime writing a profile to a file that starts so."""
+        return Program(*self._made_with, profile_prefix=prefix)
 
     def end_profiling(self) -> str:
         """Path of ONNX Runtime's profile; only for a program made with a profile prefix."""

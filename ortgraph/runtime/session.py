@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import pathlib
+import tempfile
 from collections import OrderedDict
 from collections.abc import Mapping
 
@@ -18,6 +19,7 @@ from ortgraph.runtime.arena import Memory
 from ortgraph.runtime.batch import Batch, bind_dims, check_bound, check_dtype, named
 from ortgraph.runtime.detect import detect_runtime
 from ortgraph.runtime.prepare import prepare
+from ortgraph.runtime.profile import NodeTime, read_profile
 from ortgraph.runtime.program import Program
 
 logger = logging.getLogger(__name__)
@@ -39,7 +41,6 @@ class TrainingSession:
         target: ``onnxruntime-training`` or ``onnxruntime``; None means the installed one.
         check_finite: Raise NonFiniteLossError when a step's loss is NaN or infinite.
         poison: Overwrite the arena before each run (debugging: reads of memory that was not written show).
-        profile_prefix: Write ONNX Runtime's profiles to files that start so; read them with ``end_profiling``.
 
     Raises:
         InputError: A parameter or buffer has no value, or its shape does not fit.
@@ -53,14 +54,13 @@ class TrainingSession:
         target: str | None = None,
         check_finite: bool = True,
         poison: bool = False,
-        profile_prefix: str | None = None,
     ) -> None:
         self.graph = graph
         self.signature: Signature = graph.signature
         self.target = target or detect_runtime().target
         self.threads = threads
         self.steps = 0
-        self._check_finite, self._poison, self._profile_prefix = check_finite, poison, profile_prefix
+        self._check_finite, self._poison = check_finite, poison
         self._memory = Memory()
         self._inputs = {v.name: v for v in graph.graph.inputs}
         self._prepared: OrderedDict[tuple, TrainingGraph] = OrderedDict()
@@ -152,6 +152,23 @@ class TrainingSession:
         program.run()
         names = dict.fromkeys((self.signature.loss, *self.signature.outputs))
         return {name: program.value(name).copy() for name in names}
+
+    def profile(self, batch: Batch, kind: str = "gradients", runs: int = 10) -> list[NodeTime]:
+        """Median kernel time per node of ``gradients``, ``loss``, ``evaluate`` or ``step``, in order of execution.
+
+        Profiling ``step`` trains: parameters and states are put back afterwards.
+        """
+        before = {name: buffer.copy() for name, buffer in self._memory.persistent.items()}
+        source = self._ready(kind, batch)
+        with tempfile.TemporaryDirectory() as folder:
+            program = source.profiled(str(pathlib.Path(folder, kind)))
+            for _ in range(runs + 1):
+                program.run()
+            operators = {n.name or "": f"{n.domain}.{n.op_type}" if n.domain else n.op_type for n in program.order}
+            times = read_profile(program.end_profiling(), operators)
+        for name, buffer in before.items():
+            self._memory.persistent[name][...] = buffer
+        return times
 
     # -- state --------------------------------------------------------------------------------------------------
 
@@ -355,8 +372,7 @@ class TrainingSession:
             source, cache = self.graph, self._prepared
         if key not in cache:
             cache[key] = prepare(source, dims, self.target)
-        prefix = f"{self._profile_prefix}_{kind}" if self._profile_prefix else None
-        return Program(kind, cache[key], wanted, pairs, self._memory, self.threads, self._poison, prefix)
+        return Program(kind, cache[key], wanted, pairs, self._memory, self.threads, self._poison)
 
     def _forget(self) -> None:
         """Drop the programs of the shape key that was unused for longest, beyond MAX_SHAPES keys."""

@@ -12,6 +12,7 @@ from ortgraph.passes.memory.plan_memory import PlanMemory
 from ortgraph.errors import BatchError, InputError, NonFiniteLossError
 from ortgraph.manager import registry
 from ortgraph.optim import AdamW
+from ortgraph.runtime.profile import by_operator
 from ortgraph.runtime.session import TrainingSession
 
 
@@ -315,3 +316,15 @@ def test_figures(classifier_graph, classifier_batch) -> None:
 def test_static_graph_refuses_another_size(classifier_graph, classifier_batch) -> None:
     with pytest.raises(BatchError, match=r"'ids' has shape \[2, 3\], the graph wants \[4, 3\](?s:.*)dynamic="):
         TrainingSession(classifier_graph(), threads=1).loss(classifier_batch(batch=2))
+
+
+@pytest.mark.parametrize("kind", ["gradients", "step"])
+def test_profile(classifier_graph, classifier_batch, kind) -> None:
+    session = TrainingSession(at_stage(classifier_graph(), "planned"), threads=1)
+    other = TrainingSession(at_stage(classifier_graph(), "planned"), threads=1)
+    times = session.profile(classifier_batch(), kind, runs=3)
+    products = [t for t in times if "MatMul" in t.operator or t.operator == "Gemm"]
+    assert len(times) > 20 and len(products) >= 6 and all(t.microseconds >= 0 for t in times)
+    assert [t.node for t in times] == [n.name for n in session.programs[0].order]
+    assert sum(count for count, _ in by_operator(times).values()) == len(times)
+    assert session.step(classifier_batch()) == other.step(classifier_batch()), "profiling trains nothing"
