@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import onnx_ir as ir
 from ortgraph.ops.builder import Builder
-from ortgraph.ops.runtime_forms import KERNEL_FORMS, RUNTIME_FORMS
+from ortgraph.ops.kernels.table import BY_OPERATOR
+from ortgraph.ops.runtime_forms import RUNTIME_FORMS
 from ortgraph.ops.spec import COMPOSITE, spec_of
 from ortgraph.ops.targets import TARGETS
 
@@ -21,7 +22,7 @@ SHIPPED_TABLE = pathlib.Path(__file__).with_name("cost_table.json")
 UNKNOWN_DIMENSION = 64  # a symbolic dimension counts as this many: only the ratio of alternatives matters
 _ITEM_BYTES = 4
 # Without a measurement an expansion is priced as this many passes over its data, a runtime operator as one.
-_DEFAULT = {"expansion": (40.0, 4.0), "runtime": (10.0, 2.0), "kernel": (5.0, 0.3)}
+_DEFAULT = {"expansion": (40.0, 4.0), "runtime": (10.0, 2.0), "native": (5.0, 2.0), "kernel": (5.0, 0.3)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Alternative:
     """One way to run a composite.
 
     Attributes:
-        name: ``expansion``, ``runtime`` or ``kernel``.
+        name: ``expansion``, ``runtime`` (an operator of the target), ``kernel``, or ``native`` (left as it is).
         targets: Targets that have it.
         applies: Why it cannot be used for a node, or None.
         build: Makes the outputs before the node; None for an output that it does not make.
@@ -120,18 +121,46 @@ def _load(path: str) -> CostTable:
     return CostTable(path, entries)
 
 
-def alternatives(node: ir.Node, target: str) -> tuple[Alternative, ...]:
-    """All alternatives that ``target`` has for the node's operator, in a fixed order (ties go to the first)."""
-    found = [_kernel(node)]
-    forms = RUNTIME_FORMS.get(node.op_type, ()) if _composite(node) else ()
-    found += [Alternative("runtime", f.targets, f.applies, f.build, _priced("runtime")) for f in forms]
+def alternatives(node: ir.Node, target: str, kernels: bool = True) -> tuple[Alternative, ...]:
+    """All alternatives that ``target`` has for the node's operator, in a fixed order (ties go to the first).
+
+    Args:
+        node: A composite, a com.microsoft training operator, or a standard operator that a kernel may stand for.
+        target: One of ortgraph.ops.targets.TARGETS.
+        kernels: Whether compiled kernels take part.
+    """
+    found: list[Alternative] = []
+    if kernels and has_kernel(node):
+        found.append(Alternative("kernel", TARGETS, _no_kernel, _kernel, _priced("kernel")))
+    if node.domain == COMPOSITE:
+        forms = RUNTIME_FORMS.get(node.op_type, ())
+        found += [Alternative("runtime", f.targets, f.applies, f.build, _priced("runtime")) for f in forms]
+    elif found:
+        found.append(Alternative("native", TARGETS, lambda node: None, _as_it_is, _priced("native")))
     if spec_of(node).expand is not None:
         found.append(Alternative("expansion", TARGETS, lambda node: None, _expand, _priced("expansion")))
-    return tuple(a for a in found if a is not None and target in a.targets)
+    return tuple(a for a in found if target in a.targets)
 
 
-def _composite(node: ir.Node) -> bool:
-    return node.domain == COMPOSITE
+def has_kernel(node: ir.Node) -> bool:
+    """Whether a compiled kernel computes the node's operator, for some types and forms."""
+    return ("" if node.domain == "ai.onnx" else node.domain, node.op_type) in BY_OPERATOR
+
+
+def _no_kernel(node: ir.Node) -> str | None:
+    from ortgraph.ops import kernels
+
+    return kernels.reason(node) or (None if kernels.available() else kernels.reason())
+
+
+def _kernel(builder: Builder, node: ir.Node) -> Sequence[ir.Value | None]:
+    from ortgraph.ops import kernels
+
+    return kernels.build(builder, node)
+
+
+def _as_it_is(builder: Builder, node: ir.Node) -> Sequence[ir.Value | None]:
+    return node.outputs
 
 
 def _priced(name: str) -> Callable[[ir.Node, CostTable], Cost]:
@@ -142,17 +171,3 @@ def _expand(builder: Builder, node: ir.Node) -> Sequence[ir.Value | None]:
     expand = spec_of(node).expand
     assert expand is not None
     return expand(builder, node)
-
-
-def _kernel(node: ir.Node) -> Alternative | None:
-    """The compiled kernel, when there is one for this operator and the kernel library can be used here."""
-    form = KERNEL_FORMS.get(node.op_type) if _composite(node) else None
-    if form is None:
-        return None
-
-    def applies(node: ir.Node) -> str | None:
-        from ortgraph.ops import kernels
-
-        return form.applies(node) if kernels.available() else kernels.reason()
-
-    return Alternative("kernel", form.targets, applies, form.build, _priced("kernel"))

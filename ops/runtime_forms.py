@@ -131,6 +131,3 @@ RUNTIME_FORMS: dict[str, tuple[RuntimeForm, ...]] = {
     "CrossEntropyGrad": (RuntimeForm(_TRAINING, _cross_entropy_applies, _cross_entropy_grad),),
     "ConvGrad": (RuntimeForm(_TRAINING, _conv_applies, _conv_grad),),
 }
-
-# Compiled kernels (domain ortgraph.kernels), per composite.
-KERNEL_FORMS: dict[str, RuntimeForm] = {}

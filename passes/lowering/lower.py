@@ -6,7 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 import onnx_ir as ir
-from ortgraph.ops.alternatives import Alternative, CostTable, alternatives, load_table
+from ortgraph.ops.alternatives import Alternative, CostTable, alternatives, has_kernel, load_table
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.spec import COMPOSITE
 from ortgraph.ops.targets import TARGETS, TRAINING, reason_not_run
@@ -19,6 +19,8 @@ from ortgraph.manager.base import Changes, GraphPass, Refusal
 @dataclasses.dataclass(frozen=True)
 class Lower(GraphPass):
     """Each composite becomes its cheapest alternative; operators that the target lacks become their expansion.
+
+    A standard operator with a compiled kernel is replaced where the kernel is cheaper.
 
     Alternatives are an operator of the target's own (``runtime``), a compiled kernel (``kernel``) and the reference
     expansion (``expansion``), chosen per node by the cost table; equal costs go to the first. Every choice is reported
@@ -33,6 +35,7 @@ class Lower(GraphPass):
         target: ``onnxruntime-training`` or ``onnxruntime``.
         table: Path of a cost table; empty for the one shipped.
         prefer: ``expansion``, ``runtime`` or ``kernel``: taken wherever it applies, whatever it costs.
+        kernels: Whether compiled kernels take part. Without a compiler they do not, and the reasons say so.
     """
 
     name: ClassVar[str] = "lower"
@@ -42,6 +45,7 @@ class Lower(GraphPass):
     target: str = TRAINING
     table: str = ""
     prefer: str = ""
+    kernels: bool = True
 
     def run(self, graph: TrainingGraph) -> Changes:
         if self.target not in TARGETS:
@@ -55,7 +59,7 @@ class Lower(GraphPass):
         while todo:
             node = todo.pop()
             reason = reason_not_run(node, self.target, opset)
-            if reason is None:
+            if reason is None and not (self.kernels and has_kernel(node)):
                 continue
             made = self._replace(node, table, names, reason, changes)
             todo.extend(reversed(made))
@@ -66,7 +70,9 @@ class Lower(GraphPass):
             changes.counts["unused-import"] += 1
         return changes
 
-    def _replace(self, node: ir.Node, table: CostTable, names: Names, reason: str, changes: Changes) -> list[ir.Node]:
+    def _replace(
+        self, node: ir.Node, table: CostTable, names: Names, reason: str | None, changes: Changes
+    ) -> list[ir.Node]:
         choice, why = self._choose(node, table)
         if choice is None:
             raise UnsupportedError(
@@ -74,6 +80,8 @@ class Lower(GraphPass):
                 + "; ".join(filter(None, (reason, why))),
                 "use another target, or give the operator an expansion (ortgraph.ops.spec.register)",
             )
+        if choice.name == "native":
+            return []
         assert node.graph is not None
         build = Builder(node.graph, self.name, before=node, origins=[node], names=names)
         results = choice.build(build, node)
@@ -88,7 +96,7 @@ class Lower(GraphPass):
         """The cheapest alternative that applies, and the reasons in words."""
         priced: list[tuple[float, int, Alternative]] = []
         words = []
-        for i, candidate in enumerate(alternatives(node, self.target)):
+        for i, candidate in enumerate(alternatives(node, self.target, self.kernels)):
             reason = candidate.applies(node)
             if reason is not None:
                 words.append(f"no {candidate.name}: {reason}")
@@ -98,7 +106,8 @@ class Lower(GraphPass):
             priced.append((cost, i, candidate))
         if not priced:
             return None, "; ".join(words)
-        wanted = [p for p in priced if p[2].name == self.prefer] or priced
+        preferred = (self.prefer, "native") if self.prefer in ("expansion", "runtime") else (self.prefer,)
+        wanted = [p for p in priced if p[2].name in preferred] or priced
         chosen = min(wanted, key=lambda p: p[:2])[2]
         return chosen, f"{node.op_type}: {chosen.name} chosen ({'; '.join(words)})"
 

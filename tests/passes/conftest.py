@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_ir as ir
 import pytest
+from ortgraph.ops import kernels
 from ortgraph.ops.builder import Builder
+from ortgraph.ops.spec import KERNELS
 from ortgraph.passes.lowering.lower import Lower
 
 from ortgraph.graph import Signature, TrainingGraph
@@ -60,11 +62,13 @@ class Workbench:
         import onnxruntime as ort
 
         lowered = graph.clone()
-        Lower(prefer="expansion")(lowered.model)
+        Lower(prefer="expansion", kernels=False)(lowered.model)
         options = ort.SessionOptions()
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.intra_op_num_threads = threads
         options.log_severity_level = 3
+        if any(n.domain == KERNELS for n in lowered.graph):
+            options.register_custom_ops_library(str(kernels.library_path()))
         proto = ir.serde.serialize_model(lowered.model)
         session = ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
         return session.run(None, {i.name: feeds[i.name] for i in session.get_inputs()})

@@ -7,6 +7,7 @@ import json
 import numpy as np
 import onnx_ir as ir
 import pytest
+from ortgraph.ops import kernels
 from ortgraph.passes.lowering.lower import Lower
 
 from ortgraph.errors import InputError, UnsupportedError
@@ -33,7 +34,7 @@ def test_runtime_form_equals_expansion(bench, op_type, attributes, inputs, targe
     if op_type == "LogSoftmaxGrad":
         feeds["b"] -= np.log(np.exp(feeds["b"]).sum(-1, keepdims=True))
     want = bench.run(graph, feeds)[0]
-    outcome = Lower(target=target, prefer="runtime")(graph.model)
+    outcome = Lower(target=target, prefer="runtime", kernels=False)(graph.model)
     assert outcome.modified and len(outcome.refusals) == 1
     expected = "expansion" if target == "onnxruntime" and inputs == 2 else "runtime"
     assert dict(outcome.counts) == {f"{op_type}.{expected}": 1}
@@ -47,10 +48,65 @@ def test_choice_follows_the_table_and_is_explained(bench, tmp_path):
         table = tmp_path / f"{fast}.json"
         table.write_text(json.dumps({"entries": {f"Gelu:tanh.{fast}": entry, f"Gelu:tanh.{slow}": dear}}))
         graph = composite(bench, "Gelu", {"approximate": "tanh"})
-        outcome = Lower(table=str(table))(graph.model)
+        outcome = Lower(table=str(table), kernels=False)(graph.model)
         assert dict(outcome.counts) == {f"Gelu.{fast}": 1}
         assert outcome.refusals[0].reason.startswith(f"Gelu: {fast} chosen (")
         assert "computes approximate=none, not tanh" in outcome.refusals[0].reason
+
+
+needs_kernels = pytest.mark.skipif(not kernels.available(), reason=kernels.reason())
+
+
+@needs_kernels
+@pytest.mark.parametrize(("op_type", "attributes", "inputs"), [(*p, 1) for p in PAIRS] + [(*g, 2) for g in GRADS])
+def test_kernel_equals_expansion(bench, op_type, attributes, inputs):
+    graph = composite(bench, op_type, attributes, inputs)
+    feeds = bench.feeds(graph)
+    want = bench.run(graph, feeds)[0]
+    outcome = Lower(prefer="kernel")(graph.model)
+    if attributes.get("axis") == 1:
+        assert "last axis only" in outcome.refusals[0].reason and op_type + ".kernel" not in outcome.counts
+        return
+    assert dict(outcome.counts) == {f"{op_type}.kernel": 1}
+    assert bench.ops(graph) == [f"ortgraph.kernels.{op_type}"]
+    np.testing.assert_allclose(bench.run(graph, feeds)[0], want, atol=3e-6)
+
+
+@needs_kernels
+def test_standard_operator_is_replaced_only_where_the_kernel_is_cheaper(bench, tmp_path):
+    for native, expected in ((1.0, ["Softmax"]), (50.0, ["ortgraph.kernels.Softmax"])):
+        table = tmp_path / f"{native}.json"
+        entries = {"Softmax.native": native, "Softmax.kernel": 9.0}
+        entries = {k: {"fixed_us": v, "ns_per_element": 0.0} for k, v in entries.items()}
+        table.write_text(json.dumps({"entries": entries}))
+        graph = bench.make(lambda b, x: b.op("Softmax", x, axis=-1), {"x": (3, 4)})
+        feeds = bench.feeds(graph)
+        want = bench.run(graph, feeds)[0]
+        Lower(table=str(table))(graph.model)
+        assert bench.ops(graph) == expected
+        assert not Lower(table=str(table))(graph.model).modified
+        np.testing.assert_allclose(bench.run(graph, feeds)[0], want, atol=1e-6)
+
+
+def test_without_kernels_none_is_chosen(bench):
+    graph = composite(bench, "GeluGrad", {}, 2)
+    Lower(kernels=False, prefer="kernel")(graph.model)
+    assert not any("kernels" in o for o in bench.ops(graph))
+
+
+def test_contrib_operator_of_the_other_target_is_expanded(bench):
+    """A graph of ONNX Runtime's gradient builder runs on the stock runtime."""
+
+    def body(b, dy, x):
+        return b.op("GeluGrad", dy, x, domain="com.microsoft")
+
+    graph = bench.make(body, {"dy": (3, 4), "x": (3, 4)})
+    feeds = bench.feeds(graph)
+    want = bench.run(graph, feeds)[0]
+    assert not Lower(kernels=False)(graph.clone().model).counts
+    assert dict(Lower(target="onnxruntime")(graph.model).counts) == {"GeluGrad.expansion": 1}
+    assert all(n.domain == "" for n in graph.graph)
+    np.testing.assert_allclose(bench.run(graph, feeds)[0], want, atol=1e-5)
 
 
 def test_nothing_to_lower(bench):
