@@ -23,8 +23,8 @@ _STEPS, _QUICK_STEPS = 320, 64
 _QUICK_HELD_OUT, _QUICK_SECONDS = 240, 22.0
 _SHOWN_OPERATORS = 24
 _AMD = (
-    "PyTorch's float32 products take MKL's slow path on AMD processors unless MKL is told otherwise: part of this ratio "
-    "is that. `python -m bench.step` compares with PyTorch at its best setting."
+    "PyTorch's float32 products take MKL's slow path on AMD processors unless MKL is told otherwise: that is part of "
+    "the speed-up. `python -m bench.step` compares with PyTorch at its best setting."
 )
 
 _QUICK = typer.Option("--quick", help="A minute instead of five: fewer steps.")
@@ -178,26 +178,28 @@ def _show(out: Output, outcome: dict[str, Any], folder: pathlib.Path) -> None:
     from ortgraph.manager.optimize import count_operators
     from ortgraph.report import tables
 
-    r = outcome["result"]
     rows = tables.operator_change_rows(count_operators(outcome["before"]), count_operators(outcome["optimized"].graph))
-    out.table(
-        "Nodes of one training step",
-        ("operator", "unoptimized (-O0)", "-O2", "change"),
-        rows[:_SHOWN_OPERATORS],
-        right=(1, 2, 3),
-    )
-    out.say(f"nodes            {r['nodes_before']} → {r['nodes_after']} (-O0 → -O2, optimizer included)")
-    out.say(f"gradients        largest relative difference to PyTorch and to the unoptimized graph "
-            f"{r['gradient_max_relative_error']:.1e}")  # fmt: skip
-    out.say(f"time per step    PyTorch {r['ms_per_step_pytorch']:.1f} ms, ortgraph {r['ms_per_step_ortgraph']:.1f} ms: "
-            f"{r['speedup']:.2f} times as fast (median of {r['steps']} steps run in turn, {r['threads']} threads)")  # fmt: skip
-    out.say(f"loss             {outcome['curves'].loss_pytorch[0]:.3f} → {outcome['curves'].loss_pytorch[-1]:.3f} and "
-            f"{outcome['curves'].loss_ortgraph[-1]:.3f}; largest difference {r['loss_max_difference']:.1e}")  # fmt: skip
-    out.say(
-        f"accuracy         PyTorch {r['accuracy_pytorch']:.1%}, ortgraph {r['accuracy_ortgraph']:.1%} of held-out documents"
-    )
-    out.say(f"memory           arena {r['arena_bytes'] / 2**20:.1f} MiB (at least {r['arena_bound_bytes'] / 2**20:.1f}), "
-            f"parameters {r['parameter_bytes'] / 2**20:.1f} MiB, states {r['state_bytes'] / 2**20:.1f} MiB")  # fmt: skip
+    columns = ("operator", "unoptimized (-O0)", "-O2", "change")
+    out.table("Nodes of one training step", columns, rows[:_SHOWN_OPERATORS], right=(1, 2, 3))
+    for name, text in _summary(outcome["result"], outcome["curves"]):
+        out.say(f"{name:<15} {text}")
     for remark in _remarks():
         out.say(remark)
     out.say(f"wrote {folder / 'report.html'} and the graphs beside it")
+
+
+def _summary(r: dict[str, Any], curves: Any) -> list[tuple[str, str]]:
+    timed, mib = len(curves.timed()[0]), {k: r[k] / 2**20 for k in r if k.endswith("_bytes")}
+    first, eager, ours = curves.loss_pytorch[0], curves.loss_pytorch[-1], curves.loss_ortgraph[-1]
+    return [
+        ("nodes", f"{r['nodes_before']} → {r['nodes_after']} (-O0 → -O2, forward, backward and update)"),
+        ("gradients", f"largest relative difference to PyTorch and to the unoptimized graph "
+                      f"{r['gradient_max_relative_error']:.1e}"),
+        ("time per step", f"PyTorch {r['ms_per_step_pytorch']:.1f} ms, ortgraph {r['ms_per_step_ortgraph']:.1f} ms"),
+        ("speed-up", f"{r['speedup']:.2f} (median ratio of {timed} steps run in turn, {r['threads']} threads each)"),
+        ("loss", f"{first:.3f} → PyTorch {eager:.3f}, ortgraph {ours:.3f}; curves differ by at most "
+                 f"{r['loss_max_difference']:.1e}"),
+        ("accuracy", f"PyTorch {r['accuracy_pytorch']:.1%}, ortgraph {r['accuracy_ortgraph']:.1%} of held-out texts"),
+        ("memory", f"arena {mib['arena_bytes']:.1f} MiB (no plan below {mib['arena_bound_bytes']:.1f}), parameters "
+                   f"{mib['parameter_bytes']:.1f}, states {mib['state_bytes']:.1f}"),
+    ]  # fmt: skip

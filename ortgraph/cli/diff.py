@@ -27,12 +27,10 @@ def run(
     out = Output(as_json)
     a, b = load(first), load(second)
     roles = _role_rows(a, b)
-    operators = [
-        r for r in tables.operator_change_rows(dict(tables.operator_rows(a)), dict(tables.operator_rows(b))) if r[3]
-    ]
-    lines = list(difflib.unified_diff(
-        to_text(a, provenance=False).splitlines(), to_text(b, provenance=False).splitlines(), str(first), str(second), lineterm="", n=2,
-    ))  # fmt: skip
+    counts = [dict(tables.operator_rows(g)) for g in (a, b)]
+    operators = [r for r in tables.operator_change_rows(*counts) if r[3]]
+    texts = [to_text(g, provenance=False).splitlines() for g in (a, b)]
+    lines = list(difflib.unified_diff(*texts, str(first), str(second), lineterm="", n=2))
     values = _value_rows(a, b)
     out.table("Roles", ("what", str(first), str(second)), roles)
     out.table("Operators", ("operator", str(first), str(second), "change"), operators, right=(1, 2, 3))

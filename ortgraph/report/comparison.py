@@ -70,8 +70,8 @@ def comparison_page(
 def _add_training(page: Page, result: Mapping[str, Any], curves: Curves) -> None:
     page.section("Training")
     page.text(
-        f"{result['steps']} steps with the same initial weights and the same batches, {result['threads']} threads on both "
-        "sides. The two run in turn, step by step; the ratio is the median over steps."
+        f"{result['steps']} steps with the same initial weights and the same batches, {result['threads']} threads "
+        "each. The two run in turn, step by step; the ratio is the median over steps."
     )
     losses = {"PyTorch": curves.loss_pytorch, "ortgraph": curves.loss_ortgraph}
     page.add_chart(line_chart("Loss", losses, "step", "loss"))
@@ -84,8 +84,8 @@ def _add_training(page: Page, result: Mapping[str, Any], curves: Curves) -> None
 def _add_gradients(page: Page, errors: Mapping[str, Mapping[str, float]]) -> None:
     page.section("Gradients")
     page.text(
-        "Norm of the difference by norm of the reference, before the first step. A gradient far smaller than the others "
-        "(a bias that the loss does not depend on) is measured against them."
+        "Norm of the difference by norm of the reference, before the first step. A gradient far smaller than the "
+        "others (a bias that the loss does not depend on) is measured against them."
     )
     rows = tables.gradient_rows(errors)
     page.text(f"The {min(len(rows), _SHOWN_GRADIENTS)} largest of {len(rows)}:", note=True)

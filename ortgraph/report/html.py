@@ -13,7 +13,8 @@ table { border-collapse: collapse; margin: .6rem 0; } caption { text-align: left
 th, td { padding: .15rem .7rem; text-align: left; border-bottom: 1px solid #e4e4e4; vertical-align: top; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
 .figures { display: flex; flex-wrap: wrap; gap: 1rem; } .figures div { background: #f3f5f6; padding: .6rem 1rem; }
-.figures b { display: block; font-size: 1.3rem; } svg { max-width: 100%; height: auto; display: block; margin: .8rem 0; }
+.figures b { display: block; font-size: 1.3rem; }
+svg { max-width: 100%; height: auto; display: block; margin: .8rem 0; }
 code, td.c { font-family: monospace; font-size: .92em; overflow-wrap: anywhere; } p.note { color: #555; }
 """
 

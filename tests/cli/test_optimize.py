@@ -1,0 +1,179 @@
+"""``ortgraph optimize``: what it writes, what it refuses, and that it never harms its input."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+
+from ortgraph.graph import load
+
+PIPELINE = "eliminate-dead-code"
+PLUGIN = """
+import dataclasses
+from typing import ClassVar
+from collections import Counter
+from ortgraph.manager import Changes, GraphPass
+
+
+@dataclasses.dataclass(frozen=True)
+class Spoil(GraphPass):
+    '''Negates the loss's gradient: wrong numbers in a valid graph.'''
+
+    name: ClassVar[str] = "spoil"
+    after: ClassVar[str] = "optimized"
+
+    def run(self, graph):
+        import onnx_ir as ir
+
+        changes = Changes()
+        for node in tuple(graph.graph):
+            if node.op_type == "MatMul" and any(o.name == "w.grad" for o in node.outputs):
+                negated = ir.node("Neg", [node.inputs[1]], name="spoiled")
+                negated.outputs[0].name = "spoiled"
+                negated.outputs[0].shape, negated.outputs[0].type = node.inputs[1].shape, node.inputs[1].type
+                graph.graph.insert_before(node, negated)
+                node.replace_input_with(1, negated.outputs[0])
+                changes.counts["spoiled"] += 1
+        return changes
+"""
+
+
+@pytest.fixture
+def spoiler(tmp_path):
+    path = tmp_path / "spoil.py"
+    path.write_text(PLUGIN)
+    return path
+
+
+def test_json_report(cli, graph_file, tmp_path):
+    out = tmp_path / "out.onnx"
+    ran = cli("optimize", graph_file, "-o", out, "-p", PIPELINE, "--json")
+    assert ran.code == 0
+    report = ran.json
+    assert {"nodes_before", "nodes_after", "passes", "verified"} <= set(report)
+    (record,) = report["passes"]
+    assert {"name", "modified", "counts", "seconds"} <= set(record)
+    assert record["name"] == PIPELINE and record["modified"] is False
+    assert report["verified"] == "signature" and load(out).node_count() == report["nodes_after"]
+    assert len(ran.out.strip().splitlines()) == 1, "tables are off"
+
+
+def test_preset_with_optimizer_runs_to_a_planned_graph(cli, graph_file, tmp_path):
+    out, page = tmp_path / "out.onnx", tmp_path / "r.html"
+    ran = cli("optimize", graph_file, "-o", out, "-O2", "--optimizer", "adamw{lr=0.5}", "--verify", "numerics",
+              "--report", page, "--time-passes", "--explain", "lower", "--json")  # fmt: skip
+    assert ran.code == 0, ran.err
+    assert ran.json["verified"] == "numerics" and ran.json["stage"] == "planned"
+    assert ran.json["explain"]["pass"] == "lower" and ran.json["explain"]["runs"] == 1
+    graph = load(out)
+    assert graph.stage == "planned" and graph.signature.scalars == {"learning_rate": 0.5}
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_tables(cli, graph_file, tmp_path):
+    ran = cli("optimize", graph_file, "-o", tmp_path / "o.onnx", "-p", PIPELINE, "--time-passes", "--print-after")
+    assert ran.code == 0
+    assert "verify ms" in ran.out and "--- after eliminate-dead-code" in ran.out and "stage captured" in ran.out
+
+
+def refused(cli, *words) -> str:
+    ran = cli("optimize", *words)
+    assert ran.code == 2, ran.err
+    assert "Traceback" not in ran.err and ran.err.startswith("error: ") and "try: " in ran.err
+    return ran.err
+
+
+def test_user_mistakes(cli, graph_file, tmp_path):
+    out = tmp_path / "out.onnx"
+    assert "absent.onnx" in refused(cli, tmp_path / "absent.onnx", "-o", out)
+    text = tmp_path / "text.onnx"
+    text.write_text("no model")
+    assert "not a readable ONNX model" in refused(cli, text, "-o", out)
+    assert "eliminate-dead-code" in refused(cli, graph_file, "-o", out, "-p", "eliminate-dead-cod")
+    assert "eliminate-dead-code" in refused(cli, graph_file, "-o", out, "--explain", "eliminate-dead-cod")
+    assert "-O2" in refused(cli, graph_file, "-o", out, "-O7")
+    assert "--shapes" in refused(cli, graph_file, "-o", out, "--shapes", "batch:8")
+    assert "'batch'" in refused(cli, graph_file, "-o", out, "--shapes", "batch=8")
+    assert "level 'all'" in refused(cli, graph_file, "-o", out, "--verify", "all")
+    assert "target 'gpu'" in refused(cli, graph_file, "-o", out, "--target", "gpu")
+    assert "no output" in refused(cli, graph_file)
+    assert "no such folder" in refused(cli, graph_file, "-o", tmp_path / "no" / "o.onnx")
+    assert ".html" in refused(cli, graph_file, "-o", out, "--report", tmp_path / "r.txt")
+    assert "plugin" in refused(cli, graph_file, "-o", out, "--plugin", tmp_path / "absent.py")
+    assert "preset" in refused(cli, graph_file, "-o", out, "-p", PIPELINE, "--optimizer", "adamw")
+    assert not out.exists()
+
+
+def test_a_plain_onnx_file_has_no_signature(cli, tmp_path):
+    x = ir.val("x", dtype=ir.DataType.FLOAT, shape=[2])
+    node = ir.node("Relu", [x])
+    node.outputs[0].name = "y"
+    path = tmp_path / "plain.onnx"
+    onnx.save_model(
+        ir.to_proto(ir.Model(ir.Graph([x], node.outputs, nodes=[node], opset_imports={"": 18}), ir_version=10)), path
+    )
+    assert "no ortgraph signature" in refused(cli, path, "-o", tmp_path / "o.onnx")
+    ran = cli("inspect", path)
+    assert ran.code == 0 and "no ortgraph signature" in ran.out and "Relu" in ran.out
+
+
+def test_wrong_stage(cli, graph_file, tmp_path):
+    planned = tmp_path / "planned.onnx"
+    assert cli("optimize", graph_file, "-o", planned, "-O1").code == 0
+    ran = cli("optimize", planned, "-o", tmp_path / "o.onnx", "-O2")
+    assert ran.code == 2 and "the graph is planned" in ran.err and not (tmp_path / "o.onnx").exists()
+
+
+def test_the_input_survives(cli, graph_file):
+    before = graph_file.read_bytes()
+    assert "never overwritten" in refused(cli, graph_file, "-o", graph_file, "-p", PIPELINE)
+    assert graph_file.read_bytes() == before
+    assert cli("optimize", graph_file, "-o", graph_file, "-p", PIPELINE, "--force").code == 0
+
+
+def test_a_failed_verification_writes_nothing(cli, graph_file, tmp_path, spoiler):
+    out, page = tmp_path / "out.onnx", tmp_path / "r.html"
+    ran = cli(
+        "optimize", graph_file, "-o", out, "-p", "spoil", "--plugin", spoiler, "--verify", "numerics", "--report", page
+    )
+    assert ran.code == 1 and "numbers changed" in ran.err
+    assert not out.exists() and not out.with_suffix(".safetensors").exists() and not page.exists()
+
+
+def test_bisect_names_the_pass(cli, graph_file, tmp_path, spoiler):
+    out = tmp_path / "out.onnx"
+    words = ("-p", f"{PIPELINE},spoil", "--plugin", spoiler, "--bisect", "--json")
+    ran = cli("optimize", graph_file, "-o", out, *words)
+    assert ran.code == 1 and not out.exists()
+    assert ran.json["culprit"]["name"] == "spoil" and "w" in ran.json["culprit"]["reason"]
+    ran = cli("optimize", graph_file, "-p", PIPELINE, "--bisect", "--json")
+    assert ran.code == 0 and ran.json == {"culprit": None}
+
+
+def test_a_plugin_is_inserted_into_a_preset(cli, graph_file, tmp_path, spoiler):
+    ran = cli("optimize", graph_file, "-o", tmp_path / "out.onnx", "-O1", "--plugin", spoiler, "--json")
+    assert ran.code == 0, ran.err
+    names = [p["name"] for p in ran.json["passes"]]
+    assert names.index("spoil") == names.index("mark-optimized") + 1
+
+
+def test_reproducer(cli, graph_file, tmp_path):
+    plugin = tmp_path / "raise.py"
+    plugin.write_text(PLUGIN.replace('"spoil"', '"explode"').replace("changes = Changes()", "raise ValueError('boom')"))
+    folder = tmp_path / "repro"
+    ran = cli(
+        "optimize", graph_file, "-o", tmp_path / "o.onnx", "-p", "explode", "--plugin", plugin, "--reproducer", folder
+    )
+    assert ran.code == 2 and "boom" in ran.err
+    assert load(folder / "before.onnx").node_count() == load(graph_file).node_count()
+    assert "explode" in (folder / "reproduce.txt").read_text()
+
+
+def test_values_are_kept(cli, graph_file, tmp_path):
+    out = tmp_path / "out.onnx"
+    cli("optimize", graph_file, "-o", out, "-O1")
+    want, got = load(graph_file).values, load(out).values
+    for name, value in want.items():
+        np.testing.assert_array_equal(got[name], value)
