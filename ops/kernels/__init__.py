@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, overload
 import onnx_ir as ir
 from ortgraph.ops.kernels import library
 from ortgraph.ops.kernels.table import BY_OPERATOR, KERNELS, KernelEntry
+from ortgraph.ops.shapes import ints_of
 from ortgraph.ops.spec import KERNELS as DOMAIN
 
 from ortgraph.errors import RuntimeSetupError
@@ -64,7 +65,8 @@ def build(builder: Builder, node: ir.Node) -> Sequence[ir.Value]:
     """The kernel node that stands for a node for which ``reason(node)`` is None."""
     entry = BY_OPERATOR[(node.domain, node.op_type)]
     attributes = {k: a.value for k, a in node.attributes.items() if k in entry.attributes}
-    return builder.multi(entry.name, *node.inputs, outputs=len(node.outputs), domain=DOMAIN, **attributes)
+    inputs = node.inputs[: len(entry.inputs)]  # axes of ReduceSum are not an input of the kernel
+    return builder.multi(entry.name, *inputs, outputs=len(node.outputs), domain=DOMAIN, **attributes)
 
 
 def _types_differ(entry: KernelEntry, node: ir.Node) -> str | None:
@@ -89,6 +91,12 @@ def _form_differs(entry: KernelEntry, node: ir.Node) -> str | None:
         axis = -1 if found is None else found.as_int()
         if axis != -1 and (rank is None or axis != rank - 1):
             return "the kernel works over the last axis only"
+    if entry.name == "BiasGrad":
+        axes = ints_of(node.inputs[1]) if len(node.inputs) > 1 else None
+        kept = node.attributes.get("keepdims")
+        leading = rank is not None and axes is not None and sorted(a % rank for a in axes) == list(range(rank - 1))
+        if rank is None or rank < 2 or not leading or kept is None or kept.as_int():
+            return "the kernel sums over all dimensions but the last and drops them"
     if entry.name in _MATRIX:
         scores = node.inputs[_MATRIX[entry.name]]
         if scores is None or scores.shape is None or len(scores.shape) != 2:

@@ -202,8 +202,11 @@ _ENTRIES = (
     KernelEntry(
         "SquaredNorm", ("G*",), ("Sum",), scratch=_slices, doc="sum of the squares of all elements of all tensors"
     ),
-    KernelEntry("Transpose", ("X",), ("Y",), ("perm",), (), ("", "Transpose"), doc="Y's dimension i is X's perm[i]"),
-    KernelEntry("BiasGrad", ("dY",), ("dBias",), scratch=_bias_sums, doc="sum over all dimensions but the last"),
+    KernelEntry("Transpose", ("X",), ("Y",), ("perm",), doc="Y's dimension i is X's perm[i]"),
+    KernelEntry(
+        "BiasGrad", ("dY",), ("dBias",), implements=("", "ReduceSum"), scratch=_bias_sums,
+        doc="sum over all dimensions but the last",
+    ),
 )  # fmt: skip
 
 KERNELS: Mapping[str, KernelEntry] = {entry.name: entry for entry in _ENTRIES}
