@@ -89,8 +89,6 @@ class Assembly:
         self._name_inputs(tangents)
         self._reserve_outputs()
         self._bind_placeholders()
-        for node in self.trace.graph_module.graph.find_nodes(op="get_attr"):
-            raise CaptureError(f"the joint trace reads the attribute {node.target}", "register it as a buffer")
         for node in self.trace.graph_module.graph.nodes:
             if node.op == "call_function":
                 self.t.translate(node)
@@ -241,7 +239,11 @@ class Assembly:
             loss_gradient=self.roles["loss_gradient"],
             tangents={self.roles[f"output:{n}"]: self.roles[f"tangent:{n}"] for n in tangents},
             input_gradients=input_gradients,
-            metadata={"capture": f"torch {torch.__version__}", "ranges": json.dumps(self._ranges())},
+            metadata={
+                "capture": f"torch {torch.__version__}",
+                "limits": json.dumps(self._limits()),
+                "unreached": "\n".join(unused),
+            },
         )
 
     def _gradients(self) -> dict[str, str]:
@@ -261,9 +263,14 @@ class Assembly:
             made[name] = self._output(f"gradient:{name}", total, "backward")
         return made
 
-    def _ranges(self) -> dict[str, str]:
-        names = {str(symbol): str(name) for symbol, name in self._symbols().items()}
-        return {names[s]: r for s, r in self.trace.ranges.items() if s in names}
+    def _limits(self) -> dict[str, int]:
+        """Largest size of each named dimension that the module takes (a table of positions, for example)."""
+        found: dict[str, int] = {}
+        for symbol, name in self._symbols().items():
+            limit = self.trace.limits.get(str(symbol))
+            if limit is not None:
+                found[str(name)] = min(limit, found.get(str(name), limit))
+        return found
 
     def _value(self, node: torch.fx.Node | None) -> ir.Value:
         assert node is not None

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
+from ortgraph.capture.torch_source import user_frame
 from ortgraph.errors import CaptureError, OrtgraphError
+
+_DIMENSION = re.compile(r"L\['tensors'\]\[(\d+)\]\.size\(\)\[(\d+)\]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,14 +45,14 @@ class JointTrace:
         inputs: Placeholders in order.
         outputs: Results in order.
         constants: Tensors that tracing lifted out of the code, by the ``target`` of their buffer slot.
-        ranges: Range of each symbol, as text, by symbol.
+        limits: Largest size that the module takes, by symbol, where there is one.
     """
 
     graph_module: GraphModule
     inputs: tuple[Slot, ...]
     outputs: tuple[Slot, ...]
     constants: Mapping[str, torch.Tensor]
-    ranges: Mapping[str, str]
+    limits: Mapping[str, int]
 
 
 def trace_joint(
@@ -55,6 +60,7 @@ def trace_joint(
     args: tuple[torch.Tensor, ...],
     dynamic: tuple[set[int], ...],
     decompositions: Mapping[Any, Callable[..., Any]],
+    names: Sequence[str],
 ) -> JointTrace:
     """Trace ``module(*args)`` and its backward.
 
@@ -63,17 +69,19 @@ def trace_joint(
         args: Example inputs.
         dynamic: Per input its symbolic dimensions.
         decompositions: ATen operators to be decomposed while tracing.
+        names: The inputs' names, for messages.
 
     Raises:
         CaptureError: ``torch.export`` or AOTAutograd refuses the module (data-dependent control flow and the like).
     """
     dims = tuple({d: torch.export.Dim.DYNAMIC for d in sorted(axes)} or None for axes in dynamic)
     try:
-        program = torch.export.export(module, args, strict=False, dynamic_shapes=(dims,) if any(dims) else None)
+        with _quiet():
+            program = torch.export.export(module, args, strict=False, dynamic_shapes=(dims,) if any(dims) else None)
     except OrtgraphError:
         raise
     except Exception as error:  # noqa: BLE001 - torch.export raises many types; each becomes one sentence
-        raise _refusal(error, "torch.export") from error
+        raise _refusal(error, "torch.export", names) from error
     exported = program.module(check_guards=False)
     constants = _constants_to_buffers(exported, set(program.graph_signature.buffers))
     fakes = _fake_inputs(program)
@@ -81,8 +89,8 @@ def trace_joint(
         with contextlib.ExitStack() as stack:  # a fake mode is active inside: touch no real tensor here
             graph_module = _aot_joint(stack, exported, fakes, decompositions)
     except Exception as error:  # noqa: BLE001 - as above
-        raise _refusal(error, "AOTAutograd") from error
-    ranges = {str(symbol): str(value) for symbol, value in program.range_constraints.items()}
+        raise _refusal(error, "AOTAutograd", names) from error
+    uppers = {str(symbol): bounds.upper for symbol, bounds in program.range_constraints.items()}
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     output = graph_module.graph.output_node()
     results = torch.utils._pytree.tree_leaves(output.args[0], is_leaf=lambda x: x is None)
@@ -92,7 +100,7 @@ def trace_joint(
         tuple(_input_slot(node) for node in placeholders),
         tuple(_output_slot(role, node) for role, node in zip(roles, results, strict=True)),
         constants,
-        ranges,
+        {symbol: int(upper) for symbol, upper in uppers.items() if getattr(upper, "is_Integer", False)},
     )
 
 
@@ -166,14 +174,31 @@ def _output_slot(role: Any, node: Any) -> Slot:
     raise CaptureError(f"the joint trace has an output of kind {kind} ({role})", "report this model")
 
 
-def _refusal(error: Exception, by: str) -> CaptureError:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    sentence = next((line for line in lines if not line.startswith("While executing")), type(error).__name__)
-    place = next((line for line in reversed(lines) if line.startswith("File ")), "")
-    hint = "replace Python control flow or .item() on tensor values by torch.where or torch.cond-free code"
-    if "specializ" in str(error) or "Constraint" in type(error).__name__:
-        hint = "leave this dimension out of dynamic=, or give an example batch in which it is at least 2"
-    elif not any(word in str(error) for word in ("data-dependent", "DataDependent", "item()", "guard on", "branch")):
+def _refusal(error: Exception, by: str, names: Sequence[str]) -> CaptureError:
+    """One sentence from PyTorch's many lines, with the user's names and the place in the user's code."""
+    text = _DIMENSION.sub(lambda m: f"dimension {m[2]} of {names[int(m[1])]!r}", str(error))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    sentence = next((line[2:] for line in lines if line.startswith("- ")), lines[0] if lines else "no reason given")
+    for tail in (" If you're using ", " For more information", " (unhinted"):
+        sentence = sentence.split(tail)[0]
+    kind = type(error).__name__
+    if "Constraints violated" in text or "specialized" in sentence:
+        hint = "leave this dimension out of dynamic=, or change the code that fixes it"
+    elif any(word in text for word in ("data-dependent", "item()", "bool(")) or "DataDependent" in kind:
+        hint = "replace Python control flow and .item() on tensor values by torch.where or masks"
+    else:
         hint = "run module(*batch) alone first; if that works, simplify the code at this place"
-    where = f" at {place}" if place else ""
-    return CaptureError(f"{by} cannot trace the module: {sentence} ({type(error).__name__}){where}", hint)
+    place = user_frame(text)
+    return CaptureError(f"{by} cannot trace the module{' at ' + place if place else ''}: {sentence} ({kind})", hint)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Errors are raised with their cause; PyTorch's log would repeat them with the whole graph."""
+    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

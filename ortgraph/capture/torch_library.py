@@ -98,7 +98,9 @@ class _Inliner:
     def eval_function(self, function: onnxscript.OnnxFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return function.function(*args, **kwargs)
 
-    def _split(self, signature: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    def _split(
+        self, signature: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
         operands: list[tuple[str, Any]] = []
         attributes: dict[str, Any] = {}
         rest = list(args)

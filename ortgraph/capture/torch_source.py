@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 
+import torch
 from torch.fx import Node
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+_FOREIGN = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 ROOT = "module"  # attribute under which capture holds the user's module
 
 
@@ -26,10 +28,17 @@ def user_path(path: str) -> str:
 
 
 def source_line(node: Node) -> str:
-    """``file:line`` of the innermost frame outside torch, with the two last parts of the file's path."""
-    trace = node.meta.get("stack_trace") or node.meta.get("fwd_stack_trace") or ""
+    """``file:line`` of the innermost frame in the user's code."""
+    return user_frame(node.meta.get("stack_trace") or node.meta.get("fwd_stack_trace") or "")
+
+
+def user_frame(trace: str) -> str:
+    """``file:line`` of the innermost frame outside torch and this package, "" if a trace has none.
+
+    The file is given by its two last parts, so that a graph's text does not depend on where things are installed.
+    """
     frames = [(m["file"], m["line"]) for m in _FRAME.finditer(trace)]
-    own = [f for f in frames if f"{os.sep}torch{os.sep}" not in f[0]] or frames
+    own = [f for f in frames if not f[0].startswith(_FOREIGN)]
     if not own:
         return ""
     file, line = own[-1]

@@ -40,7 +40,9 @@ def capture_step(
         raise CaptureError(
             f"{type(module).__name__} has no trainable parameter", "set requires_grad on the parameters to be trained"
         )
-    trace = trace_joint(step, _arguments(batch, input_gradients), tuple(set(a) for a in axes), decompositions())
+    trace = trace_joint(
+        step, _arguments(batch, input_gradients), tuple(set(a) for a in axes), decompositions(), batch.names
+    )
     return Assembly(trace, batch, axes, results, parameters, buffers, opset).build(tangents)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -61,6 +62,7 @@ class Translation:
         self._dims: dict[ir.Value, tuple[Dim, ...]] = {}
         self._sources: dict[sympy.Symbol, tuple[ir.Value, int]] = {}
         self._sizes: dict[sympy.Expr, ir.Value] = {}
+        self._shapes: dict[tuple[Dim, ...], ir.Value] = {}
         self._transposed: dict[ir.Value, tuple[ir.Value, tuple[int, ...]]] = {}
 
     # --- values of the trace -------------------------------------------------------------------------------------
@@ -244,18 +246,18 @@ class Translation:
         """A shape as an int64 tensor."""
         if all(isinstance(d, int) for d in dims):
             return self.build.ints([int(d) for d in dims])
+        key = tuple(dims)
+        if key not in self._shapes:
+            self._shapes[key] = self._concat_sizes(key)
+        return self._shapes[key]
+
+    def _concat_sizes(self, dims: tuple[Dim, ...]) -> ir.Value:
         parts: list[ir.Value] = []
-        run: list[int] = []
-        for dim in dims:
-            if isinstance(dim, int):
-                run.append(dim)
-                continue
-            if run:
-                parts.append(self.build.ints(run))
-                run = []
-            parts.append(self.size(dim))
-        if run:
-            parts.append(self.build.ints(run))
+        for symbolic, run in itertools.groupby(dims, lambda d: not isinstance(d, int)):
+            if symbolic:
+                parts += [self.size(d) for d in run]
+            else:
+                parts.append(self.build.ints([int(d) for d in run]))
         if len(parts) == 1:
             return parts[0]
         return self.typed(self.op("Concat", *parts, axis=0), ir.DataType.INT64, (len(dims),))
@@ -335,6 +337,10 @@ class Translation:
         )
 
     def _from_library(self, node: Node) -> Any:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise self.unsupported(f"the random operator {node.target}", "draw with dropout, rand or bernoulli")
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            raise self.unsupported(f"the control flow operator {node.target}", "use torch.where on tensor values")
         from ortgraph.capture.torch_library import translate_with_library
 
         return translate_with_library(self, node)

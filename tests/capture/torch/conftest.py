@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,16 +13,23 @@ import pytest
 import torch
 
 import ortgraph
+from ortgraph.analysis.bind_shapes import bind_shapes, infer_unknown, is_dynamic
 from ortgraph.graph import TrainingGraph
 from ortgraph.graph.verify import verify
 from ortgraph.ops.expand import expand_composites
+from ortgraph.runtime.prepare import FOLD, run_passes
 
 
 def run_graph(
     graph: TrainingGraph, batch: dict[str, Any], threads: int = 1, repeats: int = 1, **extra: Any
 ) -> list[dict[str, np.ndarray]]:
     """All outputs of a captured graph, run ``repeats`` times with ONNX Runtime and no optimization of its own."""
+    arrays = {k: np.asarray(v) for k, v in batch.items()}
     expanded = graph.clone()
+    if is_dynamic(expanded):
+        bind_shapes(expanded, _sizes(graph, arrays))
+        run_passes(expanded, FOLD)
+        infer_unknown(expanded)
     expand_composites(expanded)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
@@ -31,11 +38,21 @@ def run_graph(
     session = onnxruntime.InferenceSession(
         ir.serde.serialize_model(expanded.model).SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
-    arrays = {k: np.asarray(v) for k, v in batch.items()}
     feed = {**graph.values, **arrays, "loss_gradient": np.asarray(1, np.float32), **extra}
     feed = {i.name: feed[i.name] for i in session.get_inputs()}
     names = [o.name for o in session.get_outputs()]
     return [dict(zip(names, session.run(None, feed), strict=True)) for _ in range(repeats)]
+
+
+def _sizes(graph: TrainingGraph, arrays: dict[str, np.ndarray]) -> dict[str, int]:
+    """Size of each named dimension in a batch."""
+    return {
+        dim.value: size
+        for value in graph.graph.inputs
+        if value.name in arrays
+        for dim, size in zip(value.shape, arrays[value.name].shape, strict=True)
+        if isinstance(dim, ir.SymbolicDim)
+    }
 
 
 def torch_gradients(module: torch.nn.Module, loss_of: Callable[[torch.nn.Module], torch.Tensor]) -> tuple[float, dict]:
@@ -78,23 +95,23 @@ def check_capture() -> Callable[..., TrainingGraph]:
         *,
         repeats: int = 3,
         loss_of: Callable[[torch.nn.Module, dict[str, Any]], torch.Tensor] = own_loss,
-        run_batch: dict[str, Any] | None = None,
+        run_batches: Sequence[dict[str, Any]] = (),
         **options: Any,
     ) -> TrainingGraph:
         double = copy.deepcopy(module).double()
         before = copy.deepcopy(module)
         graph = ortgraph.capture(module, batch, **options)
         verify(graph, "types")
-        batch = run_batch or batch
-        loss, want = torch_gradients(before, lambda m: loss_of(m, batch))
-        _, exact = torch_gradients(double, lambda m: loss_of(m, as_double(batch)))
-        for threads in (1, 2):
-            runs = run_graph(graph, batch, threads, repeats)
-            for run in runs[1:]:
-                assert all(np.array_equal(run[k], runs[0][k]) for k in run), "repeats differ"
-            got = {n: runs[0][g] for n, g in graph.signature.gradients.items()}
-            assert_close_gradients(got, want, exact)
-            assert abs(runs[0][graph.signature.loss].item() - loss) <= 1e-5 * (abs(loss) + 1e-3)
+        for used in run_batches or (batch,):
+            loss, want = torch_gradients(copy.deepcopy(before), lambda m, b=used: loss_of(m, b))
+            _, exact = torch_gradients(copy.deepcopy(double), lambda m, b=used: loss_of(m, as_double(b)))
+            for threads in (1, 2):
+                runs = run_graph(graph, used, threads, repeats)
+                for run in runs[1:]:
+                    assert all(np.array_equal(run[k], runs[0][k]) for k in run), "repeats differ"
+                got = {n: runs[0][g] for n, g in graph.signature.gradients.items()}
+                assert_close_gradients(got, want, exact)
+                assert abs(runs[0][graph.signature.loss].item() - loss) <= 1e-5 * (abs(loss) + 1e-3)
         return graph
 
     return check
