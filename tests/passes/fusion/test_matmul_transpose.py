@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 import pytest
+from ortgraph.ops.builder import Builder
 from ortgraph.passes.fusion.matmul_transpose import FuseMatmulTranspose
 
 HEADS = (0, 2, 1, 3)
@@ -103,6 +104,59 @@ def test_rotated_transpose_with_another_reader(bench):
 
     graph = bench.make(body, {"x": (2, 6, 4, 3), "y": (2, 5, 6, 3)})
     assert "also read elsewhere" in bench.refusals(graph, FuseMatmulTranspose())[0]
+
+
+def test_rotated_transpose_that_two_products_read(bench):
+    """Forward scores and the query's gradient both read the transposed key."""
+
+    def body(b, q, k, ds):
+        t = b.op("Transpose", k, perm=[0, 2, 3, 1])
+        return b.op("MatMul", q, t), b.op("FusedMatMul", ds, t, domain="com.microsoft", transB=1)
+
+    graph = bench.make(body, {"q": (2, 6, 4, 3), "k": (2, 5, 6, 3), "ds": (2, 6, 4, 5)})
+    assert bench.apply(graph, FuseMatmulTranspose()) == {"rewritten": 2}
+    assert [n.attributes["perm"].value for n in graph.graph if n.op_type == "Transpose"] == [HEADS, HEADS]
+
+
+@pytest.mark.parametrize(
+    ("case", "perm", "ops"),
+    [
+        ({"a": (4, 3), "b_shape": (3, 5)}, (1, 0), ["Gemm"]),
+        ({"a": (3, 4), "b_shape": (3, 5), "op": "Gemm", "transA": 1, "alpha": 0.5}, (1, 0), ["Gemm"]),
+        ({"a": (2, 4, 3), "b_shape": (2, 3, 5)}, (0, 2, 1), [MS]),
+        ({"a": (2, 6, 4, 3), "b_shape": (2, 6, 3, 5)}, (0, 3, 1, 2), [MS, "Transpose"]),
+        ({"a": (4, 2, 3), "b_shape": (2, 5, 3), "op": "FusedMatMul", "domain": "com.microsoft", "transBatchA": 1,
+          "transB": 1}, (0, 2, 1), [MS]),
+    ],
+)  # fmt: skip
+def test_transposed_result(bench, case, perm, ops):
+    def make():
+        graph = product(bench, **case)
+        node = list(graph.graph)[-1]
+        b = Builder(graph.graph, "capture")
+        made = b.op("Transpose", node.outputs[0], perm=list(perm))
+        node.outputs[0].name, made.name = "inner", "out0"
+        graph.graph.outputs[0] = made
+        return graph
+
+    graph = make()
+    assert bench.apply(graph, FuseMatmulTranspose()) == {"rewritten": 1}
+    assert bench.ops(graph) == ops
+    assert bench.expose_each(make, FuseMatmulTranspose()) == [(case.get("op", "MatMul"), {})]
+
+
+def test_transposed_result_near_misses(bench):
+    def addend(b, x, y, c):
+        return b.op("Transpose", b.op("Gemm", x, y, c), perm=[1, 0])
+
+    graph = bench.make(addend, {"x": (4, 3), "y": (3, 5), "c": (5,)})
+    assert "addend" in bench.refusals(graph, FuseMatmulTranspose())[0]
+
+    def rows_stay_whole(b, x, y):
+        return b.op("Transpose", b.op("MatMul", x, y), perm=[0, 2, 1, 3])
+
+    graph = bench.make(rows_stay_whole, {"x": (2, 6, 4, 3), "y": (2, 6, 3, 5)})
+    assert bench.refusals(graph, FuseMatmulTranspose()) == []
 
 
 def test_float64_matrix_is_a_gemm(bench):
