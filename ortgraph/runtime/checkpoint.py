@@ -1,4 +1,8 @@
-"""Checkpoints: a folder with ``values.safetensors`` and ``checkpoint.json``, written and read as one."""
+"""Checkpoints: a folder with ``checkpoint.json`` and the values that it names, ``values-<digest>.safetensors``.
+
+The values are written first, under the name of their content; replacing the JSON file is the one atomic step. A crash
+at any point leaves the old or the new checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import hashlib
 import json
 import os
 import pathlib
-import shutil
+import re
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -19,14 +23,15 @@ from ortgraph.errors import BatchError, InputError
 from ortgraph.runtime.batch import to_numpy
 
 VERSION = 1
-VALUES, RECORD = "values.safetensors", "checkpoint.json"
+RECORD = "checkpoint.json"
+_OURS = re.compile(r"checkpoint\.json|values-[0-9a-f]{64}\.safetensors|\.partial-.*")
 
 
 def save(folder: str | os.PathLike[str], values: Mapping[str, np.ndarray], extra: Mapping[str, Any]) -> pathlib.Path:
-    """Write a checkpoint folder. A reader sees the old or the new one, never a mixture.
+    """Write a checkpoint folder, atomically.
 
     Args:
-        folder: Made, or replaced when it is a checkpoint (or empty). Its parent folder must exist.
+        folder: Made, or updated when it is a checkpoint or empty. Its parent folder must exist.
         values: Arrays by name.
         extra: Further facts, kept as JSON.
 
@@ -36,32 +41,32 @@ def save(folder: str | os.PathLike[str], values: Mapping[str, np.ndarray], extra
     folder = pathlib.Path(folder)
     if not folder.absolute().parent.is_dir():
         raise InputError(f"{folder.absolute().parent}: no such folder", "make the folder first")
-    if folder.exists() and not _replaceable(folder):
+    if folder.exists() and not (folder.is_dir() and all(_OURS.fullmatch(p.name) for p in folder.iterdir())):
         raise InputError(f"{folder} exists and is no checkpoint", "choose another folder")
-    made = pathlib.Path(tempfile.mkdtemp(dir=folder.absolute().parent, prefix=f".{folder.name}-"))
-    try:
-        safetensors.numpy.save_file({k: np.asarray(v, order="C") for k, v in values.items()}, made / VALUES)
-        record = {"version": VERSION, "sha256": _digest(made / VALUES), **extra}
-        (made / RECORD).write_text(json.dumps(record, indent=1, sort_keys=True))
-        _swap(made, folder)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
+    folder.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".partial-") as partial:
+        written = pathlib.Path(partial, "values")
+        safetensors.numpy.save_file({k: np.asarray(v, order="C") for k, v in values.items()}, written)
+        record = pathlib.Path(partial, RECORD)
+        digest = _digest(written)
+        record.write_text(json.dumps({"version": VERSION, "sha256": digest, **extra}, indent=1, sort_keys=True))
+        for file in (written, record):
+            _flush(file)
+        os.replace(written, folder / _values_name(digest))
+        os.replace(record, folder / RECORD)
+    for old in folder.glob("values-*.safetensors"):
+        if old.name != _values_name(digest):
+            old.unlink(missing_ok=True)
     return folder
 
 
-def _replaceable(folder: pathlib.Path) -> bool:
-    return folder.is_dir() and {p.name for p in folder.iterdir()} in (set(), {VALUES, RECORD})
+def _values_name(digest: str) -> str:
+    return f"values-{digest}.safetensors"
 
 
-def _swap(made: pathlib.Path, folder: pathlib.Path) -> None:
-    made.chmod(0o755)
-    if not folder.exists():
-        made.rename(folder)
-        return
-    old = pathlib.Path(tempfile.mkdtemp(dir=folder.absolute().parent, prefix=f".{folder.name}-old-"))
-    os.replace(folder, old)
-    made.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+def _flush(path: pathlib.Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def _digest(path: pathlib.Path) -> str:
@@ -79,10 +84,8 @@ def load(folder: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[st
         InputError: The folder is missing, incomplete, damaged, or of another version.
     """
     folder = pathlib.Path(folder)
-    if not (folder / RECORD).is_file() or not (folder / VALUES).is_file():
-        raise InputError(
-            f"{folder}: not a checkpoint ({RECORD} and {VALUES} are needed)", "give a folder that save_checkpoint wrote"
-        )
+    if not (folder / RECORD).is_file():
+        raise InputError(f"{folder}: not a checkpoint (it has no {RECORD})", "give a folder that save_checkpoint wrote")
     try:
         record = json.loads((folder / RECORD).read_text())
         version, wanted = record.pop("version"), record.pop("sha256")
@@ -90,15 +93,16 @@ def load(folder: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[st
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise InputError(f"{folder / RECORD} does not parse ({error})", "use another checkpoint") from error
     if version != VERSION:
-        raise InputError(
-            f"{folder}: checkpoint version {version}, this release reads {VERSION}", "use the ortgraph that wrote it"
-        )
-    if _digest(folder / VALUES) != wanted:
-        raise InputError(f"{folder / VALUES} is damaged (its checksum differs)", "use another checkpoint")
+        raise InputError(f"{folder}: checkpoint version {version}, this release reads {VERSION}", "use that ortgraph")
+    values = folder / _values_name(str(wanted))
+    if not values.is_file():
+        raise InputError(f"{folder}: the values file {values.name} is missing", "use another checkpoint")
+    if _digest(values) != wanted:
+        raise InputError(f"{values} is damaged (its checksum differs)", "use another checkpoint")
     try:
-        return safetensors.numpy.load_file(folder / VALUES), record
+        return safetensors.numpy.load_file(values), record
     except (safetensors.SafetensorError, OSError, ValueError) as error:
-        raise InputError(f"{folder / VALUES} does not load ({error})", "use another checkpoint") from error
+        raise InputError(f"{values} does not load ({error})", "use another checkpoint") from error
 
 
 def check_names(where: str, own: Iterable[str], given: Iterable[str]) -> None:

@@ -47,7 +47,7 @@ def evaluation_form(graph: TrainingGraph) -> TrainingGraph:
     ):
         raise InputError(
             "this graph was lowered without its evaluation form, and it trains with dropout or batch statistics",
-            "lower it with ortgraph.optimize, or use the graph before lowering",
+            "use the graph before lowering, or call keep_evaluation_form(graph) before it is lowered",
         )
     form = graph.clone()
     g = form.graph

@@ -136,6 +136,13 @@ class TrainingSession:
         program.run()
         return {name: program.value(output).copy() for name, output in self.signature.gradients.items()}
 
+    def input_gradients(self, batch: Batch, loss_gradient: float = 1.0) -> dict[str, np.ndarray]:
+        """Gradients of the loss by data input, for the inputs captured with one; copies, nothing is committed."""
+        self._set_seed(loss_gradient)
+        program = self._ready("input_gradients", batch)
+        program.run()
+        return {name: program.value(output).copy() for name, output in self.signature.input_gradients.items()}
+
     def loss(self, batch: Batch) -> float:
         """The training loss (dropout and batch statistics as in a step); forward only, commits nothing."""
         program = self._ready("loss", batch)
@@ -348,8 +355,14 @@ class TrainingSession:
         if unknown:
             raise BatchError(f"no tangent for output {unknown[0]!r}", "capture with that output differentiable")
         for output, name in self.signature.tangents.items():
-            if name in program.inputs:
-                program.inputs[name][...] = tangents.get(output, 0)
+            if name not in program.inputs:
+                continue
+            buffer, given = program.inputs[name], tangents.get(output)
+            if given is not None and np.shape(given) != buffer.shape:
+                raise BatchError(
+                    f"the tangent of output {output!r} has shape {list(np.shape(given))}", f"give {list(buffer.shape)}"
+                )
+            buffer[...] = 0 if given is None else given
 
     def _program(self, kind: str, key: tuple[tuple[str, int], ...]) -> Program:
         found = self._programs.get((kind, key))
@@ -393,6 +406,8 @@ class TrainingSession:
             return list(dict.fromkeys((s.loss, *s.outputs))), []
         if kind == "gradients":
             return list(dict.fromkeys((s.loss, *s.gradients.values()))), []
+        if kind == "input_gradients":
+            return list(dict.fromkeys((s.loss, *s.input_gradients.values()))), []
         pairs = program_pairs(s, kind)
         return list(dict.fromkeys((s.loss, *(new for _, new in pairs)))), pairs
 

@@ -67,7 +67,7 @@ def test_overwrites_a_checkpoint_and_nothing_else(stepped, classifier_batch, tmp
         session.step(classifier_batch())
         session.save_checkpoint(folder)
     assert json.loads((folder / "checkpoint.json").read_text())["steps"] == 3
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["c"], "no temporary folder is left"
+    assert [p.name for p in tmp_path.iterdir()] == ["c"] and len(list(folder.iterdir())) == 2, "nothing else is left"
     other = tmp_path / "precious"
     other.mkdir()
     (other / "thesis.txt").write_text("x")
@@ -82,7 +82,7 @@ def test_failed_write_leaves_the_old_one(stepped, classifier_batch, tmp_path, mo
     session = stepped()
     session.step(classifier_batch())
     session.save_checkpoint(tmp_path / "c")
-    before = (tmp_path / "c" / "values.safetensors").read_bytes()
+    before = {p.name: p.read_bytes() for p in (tmp_path / "c").iterdir()}
     session.step(classifier_batch())
 
     def full(*_args, **_options) -> None:
@@ -91,9 +91,35 @@ def test_failed_write_leaves_the_old_one(stepped, classifier_batch, tmp_path, mo
     monkeypatch.setattr(safetensors.numpy, "save_file", full)
     with pytest.raises(OSError, match="disk full"):
         session.save_checkpoint(tmp_path / "c")
-    assert (tmp_path / "c" / "values.safetensors").read_bytes() == before
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["c"]
+    assert {p.name: p.read_bytes() for p in (tmp_path / "c").iterdir()} == before
     stepped().load_checkpoint(tmp_path / "c")
+
+
+@pytest.mark.parametrize("fails_at", [1, 2])
+def test_crash_between_the_two_files(stepped, classifier_batch, tmp_path, monkeypatch, fails_at) -> None:
+    """Whichever of the two renames does not happen, the folder holds the old checkpoint, and saving works again."""
+    session, other = stepped(), stepped()
+    session.step(classifier_batch())
+    folder = session.save_checkpoint(tmp_path / "c")
+    old = session.state_dict()
+    session.step(classifier_batch())
+    replace, calls = checkpoint.os.replace, []
+
+    def crash(*paths) -> None:
+        calls.append(paths)
+        if len(calls) == fails_at:
+            raise KeyboardInterrupt
+        replace(*paths)
+
+    monkeypatch.setattr(checkpoint.os, "replace", crash)
+    with pytest.raises(KeyboardInterrupt):
+        session.save_checkpoint(folder)
+    monkeypatch.undo()
+    other.load_checkpoint(folder)
+    assert other.steps == 1 and all(np.array_equal(old[k], v) for k, v in other.state_dict().items())
+    session.save_checkpoint(folder)
+    other.load_checkpoint(folder)
+    assert other.steps == 2 and len(list(folder.iterdir())) == 2
 
 
 def test_refusals(stepped, classifier_graph, classifier_batch, tmp_path) -> None:
@@ -118,10 +144,13 @@ def test_refusals(stepped, classifier_graph, classifier_batch, tmp_path) -> None
     checkpoint.save(folder, {k: v for k, v in values.items() if k != "w1"}, extra)
     refuses("missing 'w1'")
     checkpoint.save(folder, values, extra)
-    data = bytearray((folder / "values.safetensors").read_bytes())
+    (file,) = folder.glob("values-*.safetensors")
+    data = bytearray(file.read_bytes())
     data[-1] ^= 1
-    (folder / "values.safetensors").write_bytes(data)
+    file.write_bytes(data)
     refuses("damaged")
+    file.unlink()
+    refuses("is missing")
     checkpoint.save(folder, values, extra)
     record = json.loads((folder / "checkpoint.json").read_text())
     (folder / "checkpoint.json").write_text(json.dumps({**record, "version": 99}))

@@ -121,6 +121,21 @@ def test_training_mode_draws_anew_and_updates_statistics(bench) -> None:
     assert np.allclose(session.state_dict()["bn.running_mean"], want, atol=1e-5)
 
 
+def test_accumulating_advances_draws_and_statistics(bench) -> None:
+    graph = convolution_graph(bench)
+    AttachOptimizer.of(AdamW(lr=0.0, weight_decay=0.0), accumulation_steps=3).call(graph.model)
+    parts = TrainingSession(graph, threads=1)
+    graph = convolution_graph(bench)
+    AttachOptimizer.of(AdamW(lr=0.0, weight_decay=0.0)).call(graph.model)
+    whole = TrainingSession(graph, threads=1)
+    assert [parts.accumulate({"x": X}), parts.accumulate({"x": X}), parts.step({"x": X})] == [
+        whole.step({"x": X}) for _ in range(3)
+    ]
+    a, b = parts.state_dict(), whole.state_dict()
+    assert all(np.array_equal(a[k], b[k]) for k in a)
+    assert int(parts.optimizer_state_dict()["random_step"]) == 3 and int(parts.optimizer_state_dict()["step"]) == 1
+
+
 def test_resume_continues_the_random_sequence(bench, tmp_path) -> None:
     def make() -> TrainingSession:
         graph = convolution_graph(bench)

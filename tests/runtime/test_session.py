@@ -318,6 +318,37 @@ def test_static_graph_refuses_another_size(classifier_graph, classifier_batch) -
         TrainingSession(classifier_graph(), threads=1).loss(classifier_batch(batch=2))
 
 
+def test_tangents_and_input_gradients(bench) -> None:
+    """y = 2x + w, loss = sum(y x): dw = dL x + dy, dx = dL (y + 2x) + 2 dy."""
+    import onnx_ir as ir
+
+    from ortgraph.graph import Parameter, Signature, TrainingGraph
+
+    t = bench()
+    one = np.array([1.0, 2.0, 3.0], np.float32)
+    x, w, tangent = t.input("x", one), t.input("w", one), t.input("y.tangent", one)
+    seed = t.input("loss_gradient", np.array(1, np.float32))
+    two = t.build.scalar(2.0, x)
+    y = t.op("Add", t.op("Mul", x, two), w, name="y")
+    dy = t.op("Add", t.op("Mul", x, seed), tangent, name="dw")
+    dx = t.op("Add", t.op("Mul", y, seed), t.op("Mul", dy, two), name="dx")
+    t.output(t.op("ReduceSum", t.op("Mul", y, x), keepdims=0, name="loss"), y, dy, dx)
+    signature = Signature(
+        loss="loss", inputs=("x",), outputs=("y",), parameters=(Parameter("w", gradient="dw"),),
+        loss_gradient="loss_gradient", tangents={"y": "y.tangent"}, input_gradients={"x": "dx"},
+    )  # fmt: skip
+    session = TrainingSession(TrainingGraph(ir.Model(t.graph, ir_version=10), signature, {"w": one}), threads=1)
+    batch, extra = {"x": 2 * one}, np.array([10.0, 0.0, -1.0], np.float32)
+    assert np.array_equal(session.gradients(batch)["w"], 2 * one)
+    assert np.array_equal(session.gradients(batch, tangents={"y": extra})["w"], 2 * one + extra)
+    assert np.array_equal(session.gradients(batch, 0.0, {"y": extra})["w"], extra)
+    assert np.array_equal(session.gradients(batch)["w"], 2 * one), "a tangent that is left out is zero again"
+    assert np.array_equal(session.input_gradients(batch)["x"], 9 * one)
+    for tangents in ({"z": extra}, {"y": extra[:2]}):
+        with pytest.raises(BatchError, match="tangent"):
+            session.gradients(batch, tangents=tangents)
+
+
 @pytest.mark.parametrize("kind", ["gradients", "step"])
 def test_profile(classifier_graph, classifier_batch, kind) -> None:
     session = TrainingSession(at_stage(classifier_graph(), "planned"), threads=1)
