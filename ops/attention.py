@@ -6,7 +6,6 @@ import dataclasses
 
 import numpy as np
 import onnx_ir as ir
-
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.shapes import (
     Types,
@@ -48,9 +47,7 @@ def _bias(b: Builder, node: ir.Node, q: ir.Value, k: ir.Value, mask: ir.Value | 
     return causal if mask is None else b.op("Add", mask, causal)
 
 
-def _probabilities(
-    b: Builder, node: ir.Node, q: ir.Value, k: ir.Value, mask: ir.Value | None
-) -> _Probabilities:
+def _probabilities(b: Builder, node: ir.Node, q: ir.Value, k: ir.Value, mask: ir.Value | None) -> _Probabilities:
     """The same nodes in Attention and in AttentionGrad, so that CSE leaves one copy."""
     scaled = b.op("Mul", q, b.scalar(_scale(node, q), q))
     scores = b.op("MatMul", scaled, _swap_last(b, k, rank_of(node, k, "K")))
@@ -134,13 +131,23 @@ def _products(node: ir.Node, q: int, products: int) -> int:
 
 register(
     OpSpec(
-        COMPOSITE, "Attention", precision="accumulate", infer=_attention_types, expand=_expand_attention,
-        flops=lambda node: _products(node, 0, 2), optional_outputs=(1,),
+        COMPOSITE,
+        "Attention",
+        precision="accumulate",
+        infer=_attention_types,
+        expand=_expand_attention,
+        flops=lambda node: _products(node, 0, 2),
+        optional_outputs=(1,),
         doc="P = Softmax(scale Q K^T + Mask); Y = P V; LogSumExp over keys of the scores",
     ),
     OpSpec(
-        COMPOSITE, "AttentionGrad", precision="accumulate", infer=_attention_grad_types, expand=_expand_attention_grad,
-        flops=lambda node: _products(node, 1, 5), optional_outputs=(0, 1, 2),
+        COMPOSITE,
+        "AttentionGrad",
+        precision="accumulate",
+        infer=_attention_grad_types,
+        expand=_expand_attention_grad,
+        flops=lambda node: _products(node, 1, 5),
+        optional_outputs=(0, 1, 2),
         doc="dV = P^T dY; dS = P (dY V^T - sum(dY Y)); dQ = scale dS K; dK = scale dS^T Q",
     ),
 )

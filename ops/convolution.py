@@ -104,7 +104,8 @@ def _weight_gradient(b: Builder, node: ir.Node, dy: ir.Value, x: ir.Value, weigh
     return b.op("Reshape", ordered, b.ints([filters, channels, *kernel]))
 
 
-def _expand_conv_grad(b: Builder, node: ir.Node) -> list[ir.Value | None]:
+def conv_grad(b: Builder, node: ir.Node) -> list[ir.Value | None]:
+    """Expansion of ConvGrad(dY, X, W): only the outputs that are read are made."""
     dy, x, weight = node.inputs[:3]
     results: list[ir.Value | None] = [None, None, None]
     if wanted(node, 0):
@@ -176,14 +177,16 @@ def _expand_average_pool_grad(b: Builder, node: ir.Node) -> list[ir.Value]:
     return [average_pool_grad(b, node, node.inputs[0], bound_shape(node, given(node, 1), "X"))]
 
 
-def _conv_grad_types(node: ir.Node) -> Types:
+def conv_grad_types(node: ir.Node) -> Types:
+    """dX like X, dW like W, dBias [filters]."""
     weight = given(node, 2)
     shape = shape_of(weight)
     bias = retyped(weight, None if shape is None else shape[:1])
     return [typed(given(node, 1)), typed(weight), bias][: len(node.outputs)]
 
 
-def _conv_grad_flops(node: ir.Node) -> int:
+def conv_grad_flops(node: ir.Node) -> int:
+    """Operations of dX and dW, those that are read."""
     weight = shape_of(given(node, 2))
     if weight is None or not all(isinstance(d, int) for d in weight[1:]):
         return 0
@@ -193,13 +196,13 @@ def _conv_grad_flops(node: ir.Node) -> int:
 
 register(
     OpSpec(
-        COMPOSITE, "ConvGrad", precision="accumulate", infer=_conv_grad_types, expand=_expand_conv_grad,
-        flops=_conv_grad_flops, optional_outputs=(0, 1, 2),
+        COMPOSITE, "ConvGrad", precision="accumulate", infer=conv_grad_types, expand=conv_grad,
+        flops=conv_grad_flops, optional_outputs=(0, 1, 2),
         doc="dX = ConvTranspose(dY, W); dW = sum over samples of X's windows times dY; dBias = sum(dY)",
     ),
     OpSpec(
-        COMPOSITE, "MaxPoolGrad", infer=like(2), expand=_expand_max_pool_grad, flops=lambda n: element_count(n.inputs[0]),
-        doc="dX[Indices[i]] += dY[i], flat",
+        COMPOSITE, "MaxPoolGrad", infer=like(2), expand=_expand_max_pool_grad,
+        flops=lambda n: element_count(n.inputs[0]), doc="dX[Indices[i]] += dY[i], flat",
     ),
     OpSpec(
         COMPOSITE, "AveragePoolGrad", infer=like(1), expand=_expand_average_pool_grad, flops=elements_flops(2),

@@ -114,11 +114,12 @@ def _expand(node: ir.Node, shape: Shape) -> Shape | None:
     return None if target is None else broadcast(shape, tuple(target))
 
 
-def _concat(node: ir.Node, shape: Shape) -> Shape | None:
+def concat_shape(node: ir.Node, shape: Shape) -> Shape | None:
+    """Shape of the inputs joined along ``axis``; ``shape`` is that of the first."""
     shapes = [shape_of(v) for v in node.inputs]
     if any(s is None or len(s) != len(shape) for s in shapes):
         return None
-    axis = normalized_axis(attribute(node, "axis"), len(shape))
+    axis = normalized_axis(attribute(node, "axis", 0), len(shape))
     return tuple(_total([s[i] for s in shapes]) if i == axis else _agreed([s[i] for s in shapes])  # type: ignore[index]
                  for i in range(len(shape)))  # fmt: skip
 
@@ -161,7 +162,8 @@ def _backward(dim: int, start: int, end: int, step: int) -> int:
     return len(range(start, end, step))
 
 
-def _split_types(node: ir.Node) -> Types | None:
+def split_types(node: ir.Node) -> Types | None:
+    """Types of the parts of Split, None when their sizes are not constant."""
     shape, sizes = shape_of(given(node, 0)), ints_of(given(node, 1))
     if shape is None:
         return None
@@ -205,8 +207,8 @@ register(
         flops=elements_flops(1)),
     # ScatterND(add) adds from several threads without atomics on CPU: no pass or expansion of ours makes it.
     _op("ScatterND", "Y = X with slices put (or added) at index tuples", like(0)),
-    _op("Concat", "Y = inputs joined along an axis", _first(_concat)),
-    _op("Split", "Y_i = parts of X along an axis", _split_types),
+    _op("Concat", "Y = inputs joined along an axis", _first(concat_shape)),
+    _op("Split", "Y_i = parts of X along an axis", split_types),
     _op("Slice", "Y = X[start:end:step]", _first(_slice)),
     _op("Expand", "Y = X broadcast to a shape", _first(_expand)),
     _op("Tile", "Y = X repeated"),

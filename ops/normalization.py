@@ -178,7 +178,7 @@ register(
         infer=_batch_norm_types,
         expand=_expand_batch_norm,
         flops=elements_flops(8),
-        doc="Y = Scale (X - mean) / sqrt(var + epsilon) + Bias over all axes but 1; new = (1 - momentum) old + momentum batch",
+        doc="Y = Scale (X - mean) / sqrt(var + epsilon) + Bias over all axes but 1; new = (1 - m) old + m batch",
     ),
     OpSpec(
         COMPOSITE,
@@ -207,8 +207,8 @@ def layer_norm_types(node: ir.Node) -> Types:
 
 
 register(
-    OpSpec("", "LayerNormalization", precision="accumulate", infer=layer_norm_types, flops=elements_flops(8),
-           optional_outputs=(1, 2), doc="Y = Scale (X - mean) / sqrt(var + epsilon) + B over axes from axis on"),
+    OpSpec("", "LayerNormalization", precision="accumulate", inplace=((0, 0),), infer=layer_norm_types,
+           flops=elements_flops(8), optional_outputs=(1, 2), doc="Y = Scale (X - mean) / sqrt(var + epsilon) + B over axes from axis on"),
     OpSpec("", "BatchNormalization", precision="float32", flops=elements_flops(4),
            doc="Y = Scale (X - mean) / sqrt(var + epsilon) + B per channel"),
     OpSpec("", "InstanceNormalization", precision="accumulate", infer=like(0), flops=elements_flops(8),
@@ -216,6 +216,6 @@ register(
     OpSpec("", "GroupNormalization", precision="accumulate", infer=like(0), flops=elements_flops(8),
            doc="Y = Scale (X - mean) / sqrt(var + epsilon) + B per sample and group of channels"),
     OpSpec("", "LpNormalization", precision="float32", infer=like(0), doc="Y = X / norm(X, axis)"),
-    OpSpec("", "LRN", precision="float32", infer=like(0), doc="Y = X / (bias + alpha / size sum X^2)^beta over channels"),
+    OpSpec("", "LRN", precision="float32", infer=like(0), doc="Y = X / (bias + alpha / n sum X^2)^beta"),
     OpSpec("", "MeanVarianceNormalization", precision="float32", infer=like(0), doc="Y = (X - mean) / sqrt(var)"),
 )  # fmt: skip

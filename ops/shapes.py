@@ -80,7 +80,8 @@ def static_dim(node: ir.Node, value: ir.Value, axis: int, what: str) -> int:
     dim = value.shape[axis]  # type: ignore[index]
     if not isinstance(dim, int):
         raise UnsupportedError(
-            f"{operator(node)} {node.name!r}: its expansion needs dimension {axis} of {what} as a number, recorded is {dim}",
+            f"{operator(node)} {node.name!r}: its expansion needs dimension {axis} of {what} as a number, "
+            f"recorded is {dim}",
             "bind the symbolic dimensions first (shapes=...), then lower",
         )
     return dim

@@ -97,27 +97,36 @@ class OperatorCase:
         opset: int = 18,
         constants: Sequence[int] = (),
         shapes: dict[int, list] | None = None,
-        only: Sequence[str] | None = None,
+        result_shape: Sequence[int] | None = None,
         **attributes,
     ) -> None:
         self.op_type, self.inputs, self.outputs, self.domain = op_type, list(inputs), outputs, domain
         self.opset, self.constants, self.attributes, self.shapes = opset, constants, attributes, shapes or {}
-        self.only = only
+        self.result_shape = result_shape
 
     def inputs_as(self, dtype: type) -> list[np.ndarray | None]:
         return [x.astype(dtype) if x is not None and x.dtype.kind == "f" else x for x in self.inputs]
 
     def composite(self, dtype: type) -> TrainingGraph:
         """The graph of the one operator, not expanded."""
-        return make_graph(
-            self.op_type, self.inputs_as(dtype), self.outputs, self.domain, self.opset, self.constants, self.shapes,
+        graph = make_graph(
+            self.op_type,
+            self.inputs_as(dtype),
+            self.outputs,
+            self.domain,
+            self.opset,
+            self.constants,
+            self.shapes,
             **self.attributes,
-        )  # fmt: skip
+        )
+        if self.result_shape is not None:
+            graph.graph.outputs[0].shape = ir.Shape(self.result_shape)
+        return graph  # fmt: skip
 
     def expanded(self, dtype: type) -> TrainingGraph:
         graph = self.composite(dtype)
         self.inferred = [(v.dtype, v.shape) for v in graph.graph.outputs]
-        only = self.only or (None if self.domain == "ortgraph" else [f"{self.domain}.{self.op_type}"])
+        only = None if self.domain == "ortgraph" else [f"{self.domain}.{self.op_type}".lstrip(".")]
         assert expand_composites(graph, only) >= 1
         if self.domain != "ortgraph":
             expand_composites(graph)
@@ -139,14 +148,14 @@ class OperatorCase:
                 assert tuple(shape) == result.shape, (shape, result.shape)
         return results
 
-    def runtime(self, threads: int) -> list[np.ndarray]:
-        """float32 results of ONNX Runtime."""
+    def runtime(self, threads: int, expanded: bool = True) -> list[np.ndarray]:
+        """float32 results of ONNX Runtime; of its own kernel when not ``expanded``."""
         ort = pytest.importorskip("onnxruntime")
-        graph = self.expanded(np.float32)
+        graph = self.expanded(np.float32) if expanded else self.composite(np.float32)
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        options.log_severity_level = 3
+        options.log_severity_level = 4
         session = ort.InferenceSession(
             ir.serde.serialize_model(graph.model).SerializeToString(), options, providers=["CPUExecutionProvider"]
         )

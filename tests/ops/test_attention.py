@@ -43,7 +43,9 @@ def check(operator_case, qkv, mask, causal, scale):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("sizes", [(2, 3, 5, 5, 4, 4), (1, 2, 7, 3, 5, 2), (1, 1, 2, 9, 3, 3), (2, 2, 16, 16, 8, 8)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(2, 3, 5, 5, 4, 4), (1, 2, 7, 3, 5, 2), (1, 1, 2, 9, 3, 3), (2, 2, 16, 16, 8, 8)], ids=str
+)
 def test_without_mask(operator_case, sizes, causal):
     check(operator_case, problem(*sizes), None, causal, None)
 
@@ -82,7 +84,9 @@ def test_both_expansions_share_their_probabilities(operator_case):
     def chain(graph):
         nodes = list(graph)
         last = next(i for i, n in enumerate(nodes) if n.op_type == "Softmax")
-        return [(n.op_type, tuple(sorted((k, str(a.value)) for k, a in n.attributes.items()))) for n in nodes[: last + 1]]
+        return [
+            (n.op_type, tuple(sorted((k, str(a.value)) for k, a in n.attributes.items()))) for n in nodes[: last + 1]
+        ]
 
     assert chain(forward) == chain(backward)
     assert not any(n.op_type == "ReduceLogSumExp" for n in forward)

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from ortgraph.ops.expand import expand_node
 
 from ortgraph.errors import UnsupportedError
-from ortgraph.ops.expand import expand_node
 
 CONVOLUTIONS = {
     # batch, channels, sizes, filters, kernel, strides, pads, dilations, group
@@ -73,13 +73,26 @@ def test_asymmetric_pads(operator_case):
     dy = rng.standard_normal(y.shape)
     y.backward(torch.tensor(dy))
     case = operator_case(
-        "ConvGrad", [dy, x.detach().numpy(), w.detach().numpy()], 3, strides=[2, 2], pads=[1, 0, 0, 2], dilations=[1, 1], group=1
+        "ConvGrad",
+        [dy, x.detach().numpy(), w.detach().numpy()],
+        3,
+        strides=[2, 2],
+        pads=[1, 0, 0, 2],
+        dilations=[1, 1],
+        group=1,
     )
     case.check([x.grad.numpy(), w.grad.numpy(), dy.sum((0, 2, 3))])
 
 
-@pytest.mark.parametrize("kernel,stride,pad,sizes", [((3, 3), (2, 2), (1, 1), (7, 8)), ((2, 2), (2, 2), (0, 0), (6, 6)),
-                                                     ((3, 2), (1, 1), (0, 1), (5, 5)), ((2,), (1,), (0,), (9,))])
+@pytest.mark.parametrize(
+    "kernel,stride,pad,sizes",
+    [
+        ((3, 3), (2, 2), (1, 1), (7, 8)),
+        ((2, 2), (2, 2), (0, 0), (6, 6)),
+        ((3, 2), (1, 1), (0, 1), (5, 5)),
+        ((2,), (1,), (0,), (9,)),
+    ],
+)
 def test_max_pool_gradient(operator_case, kernel, stride, pad, sizes):
     rng = np.random.default_rng(0)
     x = torch.tensor(rng.standard_normal((2, 3, *sizes)), requires_grad=True)
@@ -111,8 +124,15 @@ def test_max_pool_indices_of_the_runtime_are_what_the_gradient_takes(operator_ca
 
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("ceil", [False, True])
-@pytest.mark.parametrize("kernel,stride,pad,sizes", [((2, 2), (2, 2), (0, 0), (6, 4)), ((3, 3), (2, 2), (1, 1), (7, 8)),
-                                                     ((3, 2), (2, 3), (0, 1), (8, 9)), ((3,), (2,), (1,), (8,))])
+@pytest.mark.parametrize(
+    "kernel,stride,pad,sizes",
+    [
+        ((2, 2), (2, 2), (0, 0), (6, 4)),
+        ((3, 3), (2, 2), (1, 1), (7, 8)),
+        ((3, 2), (2, 3), (0, 1), (8, 9)),
+        ((3,), (2,), (1,), (8,)),
+    ],
+)
 def test_average_pool_gradient(operator_case, kernel, stride, pad, sizes, ceil, include):
     rng = np.random.default_rng(0)
     x = torch.tensor(rng.standard_normal((2, 3, *sizes)), requires_grad=True)
@@ -121,8 +141,13 @@ def test_average_pool_gradient(operator_case, kernel, stride, pad, sizes, ceil, 
     dy = rng.standard_normal(y.shape)
     y.backward(torch.tensor(dy))
     case = operator_case(
-        "AveragePoolGrad", [dy, x.detach().numpy()], kernel_shape=list(kernel), strides=list(stride), pads=[*pad, *pad],
-        count_include_pad=int(include), ceil_mode=int(ceil),
+        "AveragePoolGrad",
+        [dy, x.detach().numpy()],
+        kernel_shape=list(kernel),
+        strides=list(stride),
+        pads=[*pad, *pad],
+        count_include_pad=int(include),
+        ceil_mode=int(ceil),
     )
     case.check([x.grad.numpy()])
 
