@@ -23,7 +23,9 @@ STANDARD = frozenset(
     )
 )
 # fmt: on
-CONTRIB = frozenset(["BatchNormInternal", "BiasGelu", "FastGelu", "Gelu", "QuickGelu"])
+CONTRIB = frozenset({"BatchNormInternal"})
+ZERO_GRADIENT = frozenset({"ArgMax", "ArgMin", "Ceil", "Floor", "Hardmax", "Round", "Sign"})
+_DECOMPOSED_STOPS = frozenset({"Clip"})  # their decomposition differentiates by these inputs too
 
 
 def data_path(graph: ir.Graph, loss: ir.Value, parameters: Collection[str]) -> list[ir.Node]:
@@ -44,9 +46,8 @@ def data_path(graph: ir.Graph, loss: ir.Value, parameters: Collection[str]) -> l
     return path[::-1]
 
 
-def reached_parameters(graph: ir.Graph, loss: ir.Value, parameters: Sequence[str]) -> set[str]:
+def reached_parameters(path: Sequence[ir.Node], parameters: Sequence[str]) -> set[str]:
     """The parameters that some node of the data path reads along a differentiable input."""
-    path = data_path(graph, loss, parameters)
     wanted = set(parameters)
     read: set[str] = set()
     for node in path:
@@ -64,6 +65,8 @@ def _stops(node: ir.Node, index: int) -> bool:
 
 
 def _carries(node: ir.Node, carrying: set[ir.Value]) -> bool:
+    if node.op_type in ZERO_GRADIENT and node.domain in ("", "ai.onnx"):
+        return False
     if any(v in carrying and not _stops(node, i) for i, v in enumerate(node.inputs) if v is not None):
         return True
     return any(v in carrying for v in captured(node))
@@ -93,17 +96,70 @@ def has_gradient(node: ir.Node) -> bool:
     return node.op_type in known
 
 
-def check_differentiable(graph: ir.Graph, loss: ir.Value, parameters: Collection[str]) -> None:
+def refuse_lost_gradients(graph: ir.Graph, loss: ir.Value, parameters: Collection[str]) -> None:
+    """Refuse a graph in which a float value that depends on a weight enters an input without gradient.
+
+    Raises:
+        UnsupportedError: Names the node and the input: the gradient would silently miss a term.
+    """
+    carrying: set[ir.Value] = {graph.initializers[n] for n in parameters if n in graph.initializers}
+    for node in graph:
+        if _carries(node, carrying):
+            carrying.update(o for o in node.outputs if _is_float(o))
+    needed = needed_nodes(loss)
+    for node in graph:
+        if node not in needed or node.domain not in ("", "ai.onnx"):
+            continue
+        for i, value in enumerate(node.inputs):
+            if value is not None and value in carrying and _stops(node, i) and node.op_type not in _DECOMPOSED_STOPS:
+                raise UnsupportedError(
+                    f"node {node.name!r}: input {i} of {node.op_type} depends on a trainable weight (%{value.name}) and "
+                    f"has no gradient there",
+                    "freeze the weights that it depends on with trainable=[...]",
+                )
+
+
+def needed_nodes(value: ir.Value) -> set[ir.Node]:
+    """The nodes that ``value`` is computed by."""
+    needed: set[ir.Node] = set()
+    stack = [value]
+    while stack:
+        node = stack.pop().producer()
+        if node is None or node in needed:
+            continue
+        needed.add(node)
+        stack += [v for v in (*node.inputs, *captured(node)) if v is not None]
+    return needed
+
+
+def check_differentiable(path: Sequence[ir.Node]) -> None:
     """Refuse a graph with an operator on the data path that has no gradient.
 
     Raises:
         UnsupportedError: Names the first such node, its operator and the reason.
     """
-    for node in data_path(graph, loss, parameters):
-        if has_gradient(node):
-            continue
+    for node in path:
+        reason = _reason(node)
+        if reason is not None:
+            raise UnsupportedError(
+                f"node {node.name!r} lies between a trainable weight and the loss: {reason}",
+                "replace it in the model, or freeze the weights before it with trainable=[...]",
+            )
+
+
+def _reason(node: ir.Node) -> str | None:
+    """Why the node has no right gradient; None when it has one."""
+    if node.domain == "com.microsoft" and not has_gradient(node):
+        return f"the operator com.microsoft.{node.op_type} is made for inference and has no gradient"
+    if not has_gradient(node):
         operator = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
-        raise UnsupportedError(
-            f"node {node.name!r}: operator {operator} lies between a trainable weight and the loss and has no gradient",
-            "replace it in the model, or freeze the weights before it with trainable=[...]",
-        )
+        return f"the operator {operator} has no gradient"
+    if node.op_type == "AveragePool" and (
+        node.attributes.get_int("ceil_mode", 0) or any(d != 1 for d in node.attributes.get_ints("dilations", []))
+    ):
+        return "AveragePool with ceil_mode or dilations has no gradient"
+    if node.op_type in ("ScatterElements", "ScatterND") and node.attributes.get_string("reduction", "none") != "none":
+        return f"{node.op_type} with a reduction has no gradient"
+    if node.op_type == "Pad" and node.attributes.get_string("mode", "constant") != "constant":
+        return f"Pad with mode {node.attributes.get_string('mode')!r} has no gradient"
+    return None

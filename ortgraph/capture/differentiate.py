@@ -1,8 +1,4 @@
-"""Differentiation by ONNX Runtime's gradient builder, in a process of its own since the builder can abort.
-
-``python -m ortgraph.capture.differentiate FOLDER`` is the worker: it reads ``forward.onnx`` and ``request.json`` and
-writes ``joint.onnx``, or ``error.txt`` when the builder refuses. ``differentiate`` is the driver.
-"""
+"""Differentiation by ONNX Runtime's gradient builder, in a process of its own since the builder can abort."""
 
 from __future__ import annotations
 
@@ -18,10 +14,11 @@ from collections.abc import Sequence
 
 import onnx
 
+from ortgraph.capture.gradient_worker import MISSING
 from ortgraph.errors import RuntimeSetupError, UnsupportedError
 
 logger = logging.getLogger(__name__)
-_MISSING = 3  # exit code: no gradient builder in this environment
+_WORKER = pathlib.Path(__file__).with_name("gradient_worker.py")
 
 
 def differentiate(forward: onnx.ModelProto, loss: str, parameters: Sequence[str]) -> onnx.ModelProto:
@@ -54,7 +51,7 @@ def _attempt(forward: onnx.ModelProto, loss: str, parameters: Sequence[str]) -> 
         onnx.save_model(forward, folder / "forward.onnx")
         (folder / "request.json").write_text(json.dumps({"loss": loss, "parameters": list(parameters)}))
         worker = subprocess.run(
-            [sys.executable, "-m", "ortgraph.capture.differentiate", "."],
+            [sys.executable, str(_WORKER), "."],
             cwd=folder,
             capture_output=True,
             text=True,
@@ -66,7 +63,7 @@ def _attempt(forward: onnx.ModelProto, loss: str, parameters: Sequence[str]) -> 
         error = folder / "error.txt"
         said = error.read_text(errors="replace") if error.exists() else worker.stderr
         logger.debug("gradient worker ended with %s: %s", worker.returncode, said)
-        if worker.returncode == _MISSING:
+        if worker.returncode == MISSING:
             raise RuntimeSetupError(
                 f"differentiating an ONNX model needs the gradient builder of onnxruntime-training 1.19.2 ({said})",
                 'pip install "ortgraph[cpu]" in an environment without the stock onnxruntime',
@@ -140,29 +137,3 @@ def _single(
     )
     model = onnx.helper.make_model(graph, ir_version=forward.ir_version, opset_imports=forward.opset_import)
     return model, floats
-
-
-def _work(folder: pathlib.Path) -> int:
-    request = json.loads((folder / "request.json").read_text())
-    try:
-        import onnxruntime.capi.onnxruntime_pybind11_state as state
-
-        builder_type = state.GradientGraphBuilder
-    except (ImportError, AttributeError) as error:
-        (folder / "error.txt").write_text(str(error))
-        return _MISSING
-    try:
-        builder = builder_type(
-            (folder / "forward.onnx").read_bytes(), {request["loss"]}, set(request["parameters"]), request["loss"]
-        )
-        builder.build()
-        joint = builder.get_model()
-    except RuntimeError as error:
-        (folder / "error.txt").write_text(str(error))
-        return 1
-    (folder / "joint.onnx").write_bytes(joint)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(_work(pathlib.Path(sys.argv[1])))

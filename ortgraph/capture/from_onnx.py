@@ -14,12 +14,11 @@ import onnx_ir as ir
 from ortgraph.capture import legalize
 from ortgraph.capture.onnx_joint import Joint, append_backward
 from ortgraph.capture.onnx_loss import LossFunction, append_loss
-from ortgraph.capture.onnx_read import infer_forward, read_model
+from ortgraph.capture.onnx_read import infer_missing, read_model
 from ortgraph.capture.onnx_roles import Roles, assign_roles
 from ortgraph.errors import CaptureError
 from ortgraph.graph import Buffer, Names, Parameter, Signature, TrainingGraph, stamp
 from ortgraph.graph.edit import PHASE_KEY
-from ortgraph.ops.infer import infer_graph
 
 logger = logging.getLogger(__name__)
 
@@ -58,11 +57,10 @@ def from_onnx(
         CaptureError: There is no scalar loss, or nothing to train.
     """
     model = read_model(source)
-    model = legalize.normalize(model, opset, shapes or {})
+    model, originals = legalize.normalize(model, opset, shapes or {})
     graph = model.graph
     outputs = [str(v.name) for v in graph.outputs]
-    roles = assign_roles(graph, trainable)
-    infer_forward(model)
+    roles = assign_roles(graph, trainable, originals)
     names = Names(graph)
     gradient_names = {name: names.fresh(f"{name}.grad") for name in roles.trainable}
     loss_value = append_loss(graph, loss, output, names)
@@ -73,25 +71,22 @@ def from_onnx(
         node.metadata_props.setdefault(PHASE_KEY, "forward")
     roles = _reaching(roles, legal.reaching)
     joint = append_backward(model, loss_value, roles.trainable, names, legal.cut)
-    first = joint.backward[0].name if joint.backward else None
-    legal.finish(joint)
-    values = _parameters_to_inputs(graph, roles)
     gradients = _gradient_outputs(graph, joint, {n: gradient_names[n] for n in roles.trainable})
+    legal.finish(joint)
+    data = [str(v.name) for v in graph.inputs if v.name not in {s.input for s in legal.states}]
+    weights = _parameters_to_inputs(graph, roles)
     seed = _seed_input(graph, joint)
-    infer_graph(graph)
+    infer_missing(graph)
+    values = {**weights, **{s.input: np.zeros((), np.int64) for s in legal.states}}
     signature = Signature(
         loss=str(loss_value.name),
-        inputs=tuple(
-            str(v.name)
-            for v in graph.inputs
-            if v.name not in values and v.name != seed and v.name not in {s.input for s in legal.states}
-        ),
-        parameters=tuple(Parameter(n, n in gradients, gradients.get(n)) for n in values if n not in roles.buffers),
-        buffers=tuple(Buffer(n, legal.buffer_updates.get(n)) for n in roles.buffers),
+        inputs=tuple(data),
+        parameters=tuple(Parameter(n, n in gradients, gradients.get(n)) for n in weights if n not in roles.buffers),
+        buffers=tuple(Buffer(n, legal.buffer_updates.get(n)) for n in weights if n in roles.buffers),
         outputs=tuple(n for n in outputs if n != loss_value.name),
         loss_gradient=seed,
         states=tuple(legal.states),
-        first_backward=first,
+        first_backward=next(n.name for n in graph if n.metadata_props.get(PHASE_KEY) == "backward"),
         metadata={"source": "onnx", "loss": loss if isinstance(loss, str) else str(loss_value.name)},
     )
     return TrainingGraph(model, signature, values)
@@ -129,7 +124,6 @@ def _parameters_to_inputs(graph: ir.Graph, roles: Roles) -> dict[str, np.ndarray
 
 def _gradient_outputs(graph: ir.Graph, joint: Joint, wanted: Mapping[str, str]) -> dict[str, str]:
     """Make each gradient a graph output called ``<parameter>.grad``."""
-    by_name = {str(v.name): v for v in graph.inputs}
     result: dict[str, str] = {}
     taken: set[ir.Value] = set()
     for name, gradient in wanted.items():
@@ -140,7 +134,7 @@ def _gradient_outputs(graph: ir.Graph, joint: Joint, wanted: Mapping[str, str]) 
             graph.append(node)
             value = node.outputs[0]
         value.name = result[name] = gradient
-        value.type, value.shape = by_name[name].type, by_name[name].shape
+        value.type, value.shape = graph.initializers[name].type, graph.initializers[name].shape
         taken.add(value)
         graph.outputs.append(value)
     return result

@@ -1,17 +1,38 @@
-"""Legalising: from any valid forward model to one that ONNX Runtime's gradient builder differentiates rightly."""
+"""Legalising: from any valid forward model to one that ONNX Runtime's gradient builder differentiates rightly.
+
+``normalize`` brings the model into the runtime's window without changing what it computes; ``legalize`` then rewrites
+what lies on the data path. Some operators are shown to the builder as stand-ins; ``Legal.finish`` puts the final
+operators in their place on the joint graph.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping, Sequence
 
 import onnx_ir as ir
-from onnx_ir.passes import common
 
-from ortgraph.capture.data_path import check_differentiable, reached_parameters
+from ortgraph.capture import legalize_batch_norm, legalize_saved
+from ortgraph.capture.data_path import (
+    ZERO_GRADIENT,
+    check_differentiable,
+    data_path,
+    reached_parameters,
+    refuse_lost_gradients,
+)
+from ortgraph.capture.legalize_control import CONTROL_FLOW, inline_constant_ifs, inline_functions, refuse_control_flow
+from ortgraph.capture.legalize_decompose import decompose
+from ortgraph.capture.legalize_embedding import finish_embeddings
+from ortgraph.capture.legalize_fused import expand_fused
+from ortgraph.capture.legalize_unary import stand_in
+from ortgraph.capture.legalize_versions import convert_opset
 from ortgraph.capture.onnx_joint import Joint
+from ortgraph.capture.onnx_read import infer_forward, name_dimensions, name_nodes
 from ortgraph.capture.onnx_roles import Roles
 from ortgraph.graph import Names, State
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
@@ -37,13 +58,64 @@ class Legal:
             finisher(joint)
 
 
-def normalize(model: ir.Model, opset: int | None, shapes: Mapping[str, Sequence[int | str]]) -> ir.Model:
-    """The same function in the runtime's window: functions inlined, opset converted, input dimensions named."""
-    common.InlinePass()(model)
-    return model
+def normalize(
+    model: ir.Model, opset: int | None, shapes: Mapping[str, Sequence[int | str]]
+) -> tuple[ir.Model, set[str]]:
+    """Inline functions and constant Ifs, convert the opset, name dimensions and nodes, take fused operators apart.
+
+    Returns:
+        The model, and the names of the initializers that it came with (weights are among these).
+    """
+    inline_functions(model)
+    name_dimensions(model.graph, shapes)
+    infer_forward(model)
+    inline_constant_ifs(model)
+    originals = set(model.graph.initializers)
+    model = convert_opset(model, opset)
+    infer_forward(model)
+    name_nodes(model.graph)
+    expand_fused(model.graph, Names(model.graph))
+    infer_forward(model)
+    return model, originals
 
 
 def legalize(model: ir.Model, loss: ir.Value, roles: Roles, names: Names, train_batch_norm: bool) -> Legal:
-    """Rewrite the forward graph in place until every operator on the data path has a right gradient."""
-    check_differentiable(model.graph, loss, roles.trainable)
-    return Legal(reached_parameters(model.graph, loss, roles.trainable))
+    """Rewrite the forward graph in place until every operator on the data path has a right gradient.
+
+    Raises:
+        UnsupportedError: Names the first operator that has none, with the reason.
+    """
+    graph = model.graph
+    drawing = legalize_saved.training_dropouts(graph, names)
+    if train_batch_norm:
+        updates, finish_norms = legalize_batch_norm.train_statistics(graph, names)
+    else:
+        legalize_batch_norm.freeze_statistics(graph, names)
+        updates, finish_norms = {}, lambda joint: None
+    states, finish_dropouts = legalize_saved.finish_dropouts(graph, drawing, names)
+    path = data_path(graph, loss, roles.trainable)
+    refuse_control_flow(path)
+    refuse_lost_gradients(graph, loss, roles.trainable)
+    decompose(path, names)
+    path = data_path(graph, loss, roles.trainable)
+    legalize_saved.complete_norms(path, names)
+    legalize_saved.explicit_pads(path)
+    if legalize_saved.separate_repeated_inputs(path, names):
+        path = data_path(graph, loss, roles.trainable)
+    finish_unary = stand_in(path, names)
+    legalize_saved.add_saved_outputs(graph, path, names)
+    infer_forward(model)
+    check_differentiable(path)
+    return Legal(
+        reaching=reached_parameters(path, roles.trainable),
+        cut=_cut(graph),
+        finishers=[finish_unary, finish_norms, finish_dropouts, finish_embeddings(graph, names)],
+        states=states,
+        buffer_updates=updates,
+    )
+
+
+def _cut(graph: ir.Graph) -> list[ir.Value]:
+    """Outputs of operators with derivative zero, and of control flow off the data path."""
+    hidden = ZERO_GRADIENT | CONTROL_FLOW
+    return [o for node in graph if node.op_type in hidden and node.domain in ("", "ai.onnx") for o in node.outputs]

@@ -10,9 +10,9 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from ortgraph.capture.data_path import captured
+from ortgraph.capture.data_path import needed_nodes
 from ortgraph.capture.differentiate import differentiate
-from ortgraph.capture.onnx_read import skeleton
+from ortgraph.capture.onnx_read import lift_weights
 from ortgraph.errors import UnsupportedError
 from ortgraph.graph import Names, stamp
 from ortgraph.graph.edit import PHASE_KEY
@@ -87,28 +87,24 @@ def _copy_for_builder(
     free = {i: _detach(graph, copies[i]) for i, value in enumerate(values) if value in cut}
     graph.outputs[:] = [copy_of[loss]]
     keep_only(graph, copy_of[loss])
-    lift = [name for name in parameters if name in graph.initializers]
+    lift_weights(graph, parameters)
+    for value in graph.initializers.values():  # a tensor is renamed with its value; the user's stay as they are
+        if value.const_value is not None:
+            value.const_value = ir.tensor(np.array(value.const_value.numpy()), name=value.name)
     for i, value in enumerate(copies):
         value.name = f"~{i}"  # two steps: a model may itself call a value v3
     for i, value in enumerate(copies):
         value.name = f"hidden{i}" if i in free else f"v{i}"
     for i, value in free.items():
         value.name = f"v{i}"
-    position = {str(v.name): i for i, v in enumerate(values)}
-    proto, _ = skeleton(twin, [f"v{position[name]}" for name in lift])
+    proto = ir.serde.serialize_model(twin)
     del proto.metadata_props[:]
     return proto, node_of
 
 
 def keep_only(graph: ir.Graph, value: ir.Value) -> None:
     """Remove the nodes and initializers that ``value`` does not need. Optional outputs stay."""
-    needed, stack = set(), [value]
-    while stack:
-        node = stack.pop().producer()
-        if node is None or node in needed:
-            continue
-        needed.add(node)
-        stack += [v for v in (*node.inputs, *captured(node)) if v is not None]
+    needed = needed_nodes(value)
     for node in reversed(graph):
         if node not in needed:
             graph.remove(node, safe=True)
@@ -153,7 +149,7 @@ def _append(
 
     for tensor in joint.graph.initializer:
         if tensor.name not in known:
-            known[tensor.name] = _constant(graph, onnx.numpy_helper.to_array(tensor), names)
+            known[tensor.name] = _constant(graph, _constant_array(tensor), names)
     backward = []
     for proto in joint.graph.node:
         if proto.name in node_of:
@@ -169,6 +165,12 @@ def _append(
             graph.opset_imports.setdefault(entry.domain, entry.version)
     gradients = {str(p.name): known[f"v{values.index(p)}_grad"] for p in parameters}
     return Joint(gradients, seed, tuple(backward))
+
+
+def _constant_array(tensor: onnx.TensorProto) -> np.ndarray:
+    """The builder writes its float constants as [1], which gives gradients of scalars one axis too many."""
+    array = onnx.numpy_helper.to_array(tensor)
+    return array.reshape(()) if array.shape == (1,) and array.dtype.kind == "f" else array
 
 
 def _constant(graph: ir.Graph, array: np.ndarray, names: Names) -> ir.Value:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import onnx
 import onnx_ir as ir
 from onnx import shape_inference
 
 from ortgraph.errors import InputError
+from ortgraph.graph import Names
+from ortgraph.ops.infer import infer_node
 
+MISPLACED = frozenset({"SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization"})
 _SMALL = 1024  # elements of an initializer that a skeleton keeps: shapes, axes, scales
 
 
@@ -26,7 +29,7 @@ def read_model(source: str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Mod
         if isinstance(source, ir.Model):
             model = source.clone()
         elif isinstance(source, onnx.ModelProto):
-            model = ir.from_proto(source)
+            model = ir.from_proto(onnx.load_model_from_string(source.SerializeToString()))  # a copy
         elif isinstance(source, bytes):
             model = ir.from_proto(onnx.load_model_from_string(source))
         elif isinstance(source, (str, os.PathLike)):
@@ -49,6 +52,7 @@ def read_model(source: str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Mod
             f"{place}: not a readable ONNX model ({error})", "give a file written by an ONNX exporter"
         ) from error
     _drop_overridable_initializers(model.graph)
+    _move_misplaced(model.graph)
     check(model, place)
     return model
 
@@ -74,21 +78,34 @@ def _drop_overridable_initializers(graph: ir.Graph) -> None:
         graph.inputs[:] = kept
 
 
-def skeleton(model: ir.Model, lift: Sequence[str] = ()) -> tuple[onnx.ModelProto, dict[str, ir.TensorProtocol]]:
-    """A proto whose large initializers (and those named in ``lift``) are graph inputs, and their tensors by name."""
+def _move_misplaced(graph: ir.Graph) -> None:
+    """ONNX Runtime keeps some of its own operators in the ONNX domain, where the ONNX checker does not know them."""
+    for node in graph.all_nodes():
+        if node.op_type in MISPLACED and node.domain in ("", "ai.onnx"):
+            node.domain = "com.microsoft"
+            graph.opset_imports.setdefault("com.microsoft", 1)
+
+
+def skeleton(model: ir.Model) -> tuple[onnx.ModelProto, dict[str, ir.TensorProtocol]]:
+    """A proto whose large initializers are graph inputs, and their tensors by name."""
     twin = model.clone()
-    graph = twin.graph
+    lifted = lift_weights(twin.graph)
+    return ir.serde.serialize_model(twin), lifted
+
+
+def lift_weights(graph: ir.Graph, also: Collection[str] = ()) -> dict[str, ir.TensorProtocol]:
+    """Turn large initializers, and those named in ``also``, into inputs. Returns their tensors by name."""
     lifted: dict[str, ir.TensorProtocol] = {}
     for name, value in list(graph.initializers.items()):
         tensor = value.const_value
-        if tensor is None or (tensor.size <= _SMALL and name not in lift):
+        if tensor is None or (tensor.size <= _SMALL and name not in also):
             continue
         lifted[name] = tensor
         del graph.initializers[name]
         value.const_value = None
         value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape)
         graph.inputs.append(value)
-    return ir.serde.serialize_model(twin), lifted
+    return lifted
 
 
 def restore(proto: onnx.ModelProto, lifted: Mapping[str, ir.TensorProtocol]) -> ir.Model:
@@ -102,6 +119,40 @@ def restore(proto: onnx.ModelProto, lifted: Mapping[str, ir.TensorProtocol]) -> 
         value.const_value = tensor
         graph.register_initializer(value)
     return model
+
+
+def name_dimensions(graph: ir.Graph, shapes: Mapping[str, Sequence[int | str]]) -> None:
+    """Give the inputs the dimensions of ``shapes``, and every nameless dimension a name of its own.
+
+    Raises:
+        InputError: ``shapes`` names no input, or has another rank than the input.
+    """
+    inputs = {str(v.name): v for v in graph.inputs}
+    for name, dims in shapes.items():
+        if name not in inputs:
+            raise InputError(f"shapes: the model has no input {name!r}", f"its inputs are {', '.join(inputs)}")
+        value = inputs[name]
+        if value.shape is not None and len(value.shape) != len(dims):
+            raise InputError(
+                f"shapes: input {name!r} has rank {len(value.shape)}, {tuple(dims)} has {len(dims)}",
+                "give every dimension",
+            )
+        value.shape = ir.Shape(dims)
+    for name, value in inputs.items():
+        if value.shape is not None:
+            value.shape = ir.Shape(
+                [d if isinstance(d, int) or d.value else f"{name}_{i}" for i, d in enumerate(value.shape)]
+            )
+
+
+def name_nodes(graph: ir.Graph) -> None:
+    """Give every nameless or doubly named node a name of its own."""
+    names = Names(graph)
+    seen: set[str] = set()
+    for node in graph.all_nodes():
+        if not node.name or node.name in seen:
+            node.name = names.fresh(node.name or node.op_type.lower())
+        seen.add(node.name)
 
 
 def infer_forward(model: ir.Model) -> None:
@@ -120,22 +171,41 @@ def infer_forward(model: ir.Model) -> None:
                 copy_type(value, info)
 
 
+def infer_missing(graph: ir.Graph) -> None:
+    """Infer node by node what is not yet recorded; a known dimension is never forgotten."""
+    for node in graph:
+        before = [(v.type, v.shape) for v in node.outputs]
+        if all(t is not None and s is not None and all(_is_known(d) for d in s) for t, s in before):
+            continue
+        infer_node(node, graph.opset_imports)
+        for value, (dtype, shape) in zip(node.outputs, before, strict=True):
+            value.type = value.type or dtype
+            if shape is not None:
+                _merge_shape(value, shape)
+
+
+def _merge_shape(value: ir.Value, shape: ir.Shape) -> None:
+    if value.shape is None or len(value.shape) != len(shape):
+        value.shape = ir.Shape([d if _is_known(d) else None for d in shape])
+    else:
+        value.shape = ir.Shape([_better(new, old) for new, old in zip(shape, value.shape, strict=True)])
+
+
 def copy_type(value: ir.Value, info: onnx.ValueInfoProto) -> None:
     """Record on ``value`` what ``info`` knows; a known dimension is never forgotten."""
     made = ir.serde.deserialize_value_info_proto(info, None)
     if made.type is not None:
         value.type = made.type
-    if made.shape is None:
-        return
-    if value.shape is None or len(value.shape) != len(made.shape):
-        value.shape = ir.Shape(made.shape)
-        return
-    value.shape = ir.Shape([_better(new, old) for new, old in zip(made.shape, value.shape, strict=True)])
+    if made.shape is not None:
+        _merge_shape(value, made.shape)
+
+
+def _is_known(dim: int | ir.SymbolicDim) -> bool:
+    """Whether it is a number or a name of the model's; the names that inference invents say nothing."""
+    return isinstance(dim, int) or (dim.value is not None and not dim.value.startswith("unk__"))
 
 
 def _better(new: int | ir.SymbolicDim, old: int | ir.SymbolicDim) -> int | ir.SymbolicDim:
-    if isinstance(new, int):
-        return new
-    if isinstance(old, int) or new.value is None:
-        return old
-    return new
+    if isinstance(new, int) or isinstance(old, int):
+        return new if isinstance(new, int) else old
+    return new if _is_known(new) else old

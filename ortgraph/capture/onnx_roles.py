@@ -7,7 +7,7 @@ import difflib
 import fnmatch
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import onnx_ir as ir
 
@@ -71,7 +71,7 @@ class Roles:
     buffers: tuple[str, ...]
 
 
-def assign_roles(graph: ir.Graph, trainable: Sequence[str] | None) -> Roles:
+def assign_roles(graph: ir.Graph, trainable: Sequence[str] | None, candidates: Collection[str]) -> Roles:
     """Split the float initializers into weights and buffers.
 
     A weight is a float initializer that some node reads along a differentiable input. Scalars (rank 0) are weights
@@ -81,6 +81,7 @@ def assign_roles(graph: ir.Graph, trainable: Sequence[str] | None) -> Roles:
     Args:
         graph: The forward graph, functions inlined.
         trainable: Names or fnmatch patterns; None trains every weight.
+        candidates: Names of the model's own initializers; others are constants that legalising made.
 
     Raises:
         InputError: A name or pattern fits no weight.
@@ -88,7 +89,13 @@ def assign_roles(graph: ir.Graph, trainable: Sequence[str] | None) -> Roles:
     buffers = _statistics(graph)
     weights, scalars = [], []
     for name, value in graph.initializers.items():
-        if value.dtype is None or not value.dtype.is_floating_point() or name in buffers or not _is_weight(value):
+        if (
+            value.dtype is None
+            or not value.dtype.is_floating_point()
+            or name in buffers
+            or not _is_weight(value)
+            or name not in candidates
+        ):
             continue
         (weights if value.shape is not None and len(value.shape) else scalars).append(name)
     if trainable is None:
