@@ -65,6 +65,8 @@ def build(builder: Builder, node: ir.Node) -> Sequence[ir.Value]:
     """The kernel node that stands for a node for which ``reason(node)`` is None."""
     entry = BY_OPERATOR[(node.domain, node.op_type)]
     attributes = {k: a.value for k, a in node.attributes.items() if k in entry.attributes}
+    if entry.name == "BiasGrad":
+        attributes.setdefault("keepdims", 1)  # ReduceSum's default
     inputs = node.inputs[: len(entry.inputs)]  # axes of ReduceSum are not an input of the kernel
     return builder.multi(entry.name, *inputs, outputs=len(node.outputs), domain=DOMAIN, **attributes)
 
@@ -93,10 +95,9 @@ def _form_differs(entry: KernelEntry, node: ir.Node) -> str | None:
             return "the kernel works over the last axis only"
     if entry.name == "BiasGrad":
         axes = ints_of(node.inputs[1]) if len(node.inputs) > 1 else None
-        kept = node.attributes.get("keepdims")
         leading = rank is not None and axes is not None and sorted(a % rank for a in axes) == list(range(rank - 1))
-        if rank is None or rank < 2 or not leading or kept is None or kept.as_int():
-            return "the kernel sums over all dimensions but the last and drops them"
+        if rank is None or rank < 2 or not leading:
+            return "the kernel sums over all dimensions but the last"
     if entry.name in _MATRIX:
         scores = node.inputs[_MATRIX[entry.name]]
         if scores is None or scores.shape is None or len(scores.shape) != 2:

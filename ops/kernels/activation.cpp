@@ -120,7 +120,7 @@ class BiasGelu final : public Kernel {
   bool tanh_;
 };
 
-// (dY, X [..., N], Bias [N]) -> (dX, dBias?): X is the value before the bias was added.
+// (dY, X [..., N], Bias? [N]) -> (dX, dBias?): X is the value before the bias was added.
 class BiasGeluGrad final : public Kernel {
  public:
   explicit BiasGeluGrad(const Attributes& a) : tanh_(is_tanh(a)) {}
@@ -132,17 +132,19 @@ class BiasGeluGrad final : public Kernel {
   template <class Function>
   static void run(const Context& context, const Function& slope) {
     const Tensor dy = context.input(0), x = context.input(1), bias = context.input(2);
-    expect_bias(x, bias);
+    expect(x.shape.rank >= 1, "X must have a dimension");
+    if (bias) expect_bias(x, bias);
     same_count(dy, x);
     const std::int64_t n = x.shape.back(), rows = x.shape.rows();
     float* dx = context.floats(0, x.shape);
-    float* dbias = context.floats(1, bias.shape);
+    float* dbias = context.floats(1, Shape{n});
     const Partials partials(rows, n);
     context.rows(rows, n, [&](std::int64_t begin, std::int64_t end) {
       float* sums = partials.clear(begin);
       for (std::int64_t r = begin; r < end; ++r) {
         vectors(n, [&](std::int64_t i, auto span) {
-          const V z = load(x.floats() + r * n + i, span) + load(bias.floats() + i, span);
+          V z = load(x.floats() + r * n + i, span);
+          if (bias) z += load(bias.floats() + i, span);
           const V d = load(dy.floats() + r * n + i, span) * slope(z);
           store(dx + r * n + i, d, span);
           store(sums + i, load(sums + i, span) + d, span);
@@ -183,7 +185,7 @@ void add_activation(Definitions& to) {
       {"Gelu", {kF}, {kF}, make<Gelu>},
       {"GeluGrad", {kF, kF}, {kF}, make<GeluGrad>},
       {"BiasGelu", {kF, kF}, {kF}, make<BiasGelu>},
-      {"BiasGeluGrad", {kF, kF, kF}, {kF, kF_}, make<BiasGeluGrad>},
+      {"BiasGeluGrad", {kF, kF, kF_}, {kF, kF_}, make<BiasGeluGrad>},
       {"Silu", {kF}, {kF}, make<Unary<silu>>},
       {"SiluGrad", {kF, kF}, {kF}, make<Gradient<silu_grad>>},
       {"ReluGrad", {kF, kF}, {kF}, make<Gradient<relu_grad>>},

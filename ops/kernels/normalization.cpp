@@ -122,21 +122,24 @@ class AddLayerNorm final : public Kernel {
   Options options_;
 };
 
-// (dY, X, Mean, InvStdDev, Scale?, Residual?) -> (dX?, dScale?, dBias?). With Residual: dX += Residual.
-template <bool kResidual>
+// What the sixth input of the gradient is: nothing, an addend of dX, or an addend of dY.
+enum class Extra { kNone, kResult, kIncoming };
+
+// (dY, X, Mean, InvStdDev, Scale?, extra) -> (dX?, dScale?, dBias?).
+template <Extra kExtra>
 class LayerNormGrad final : public Kernel {
  public:
   explicit LayerNormGrad(const Attributes& a) : axis_(a.integer("axis", -1)) {}
 
   void compute(const Context& context) const override {
     const Tensor dy = context.input(0), x = context.input(1), mean = context.input(2), inv_std = context.input(3),
-                 scale = context.input(4), residual = kResidual ? context.input(5) : Tensor{};
+                 scale = context.input(4), extra = kExtra == Extra::kNone ? Tensor{} : context.input(5);
     same_count(dy, x);
     const Split split(x.shape, axis_);
     const std::int64_t n = split.width;
     expect(mean.shape.count() == split.rows && inv_std.shape.count() == split.rows, "one Mean and InvStdDev per row");
     expect(!scale || scale.shape.count() == n, "Scale must have one row's size");
-    if (kResidual) same_count(residual, x);
+    if (kExtra != Extra::kNone) same_count(extra, x);
     const Row row{n, scale.floats()};
     float* dx = context.floats(0, x.shape);
     float* dscale = context.floats(1, split.tail);
@@ -147,7 +150,7 @@ class LayerNormGrad final : public Kernel {
       for (std::int64_t r = begin; r < end; ++r) {
         const std::int64_t at = r * n;
         row.run(dy.floats() + at, x.floats() + at, mean.floats()[r], inv_std.floats()[r],
-                kResidual ? residual.floats() + at : nullptr, dx ? dx + at : nullptr, sums);
+                kExtra == Extra::kNone ? nullptr : extra.floats() + at, dx ? dx + at : nullptr, sums);
       }
     });
     if (dscale) partials.total(0, n, dscale);
@@ -160,11 +163,15 @@ class LayerNormGrad final : public Kernel {
     const float* scale;
 
     // sums[0:n] += dY x_hat, sums[n:2n] += dY; dX = InvStd (g - mean(g) - x_hat mean(g x_hat)), g = dY Scale.
-    void run(const float* dy, const float* x, float mean, float inv_std, const float* residual, float* dx,
+    void run(const float* dy, const float* x, float mean, float inv_std, const float* extra, float* dx,
              float* sums) const {
+      const auto incoming = [&](std::int64_t i, auto span) {
+        const V d = load(dy + i, span);
+        return kExtra == Extra::kIncoming ? d + load(extra + i, span) : d;
+      };
       V plain{}, along{};
       vectors(n, [&](std::int64_t i, auto span) {
-        const V d = load(dy + i, span);
+        const V d = incoming(i, span);
         const V x_hat = keep((load(x + i, span) - mean) * inv_std, span);
         const V g = scale ? d * load(scale + i, span) : d;
         plain += g;
@@ -175,11 +182,11 @@ class LayerNormGrad final : public Kernel {
       if (!dx) return;
       const float centre = sum(plain) / static_cast<float>(n), slope = sum(along) / static_cast<float>(n);
       vectors(n, [&](std::int64_t i, auto span) {
-        const V d = load(dy + i, span);
+        const V d = incoming(i, span);
         const V g = scale ? d * load(scale + i, span) : d;
         const V x_hat = (load(x + i, span) - mean) * inv_std;
         V result = (g - centre - x_hat * slope) * inv_std;
-        if (residual) result += load(residual + i, span);
+        if (kExtra == Extra::kResult) result += load(extra + i, span);
         store(dx + i, result, span);
       });
     }
@@ -194,8 +201,9 @@ void add_normalization(Definitions& to) {
   static Definition all[] = {
       {"LayerNorm", {kF, kF, kF_}, {kF, kF_, kF_}, make<LayerNorm>},
       {"AddLayerNorm", {kF, kF, kF, kF_, kF_}, {kF, kF, kF_, kF_}, make<AddLayerNorm>},
-      {"LayerNormGrad", {kF, kF, kF, kF, kF_}, {kF_, kF_, kF_}, make<LayerNormGrad<false>>},
-      {"LayerNormGradAdd", {kF, kF, kF, kF, kF_, kF}, {kF_, kF_, kF_}, make<LayerNormGrad<true>>},
+      {"LayerNormGrad", {kF, kF, kF, kF, kF_}, {kF_, kF_, kF_}, make<LayerNormGrad<Extra::kNone>>},
+      {"LayerNormGradAdd", {kF, kF, kF, kF, kF_, kF}, {kF_, kF_, kF_}, make<LayerNormGrad<Extra::kResult>>},
+      {"AddLayerNormGrad", {kF, kF, kF, kF, kF_, kF}, {kF_, kF_, kF_}, make<LayerNormGrad<Extra::kIncoming>>},
   };
   for (Definition& definition : all) to.push_back(&definition);
 }

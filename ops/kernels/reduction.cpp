@@ -7,17 +7,24 @@ namespace {
 constexpr std::int64_t kWide = 2048;     // columns from which tasks of columns keep all cores busy
 constexpr std::int64_t kColumns = 512;  // columns of one such task
 
-// (dY [..., N]) -> dBias [N].
+// (dY [..., N]) -> dBias [N]; with keepdims the leading dimensions stay as 1.
 class BiasGrad final : public Kernel {
  public:
-  explicit BiasGrad(const Attributes&) {}
+  explicit BiasGrad(const Attributes& a) : keep_(a.integer("keepdims", 0) != 0) {}
 
   void compute(const Context& context) const override {
     const Tensor dy = context.input(0);
     expect(dy.shape.rank >= 1, "dY must have a dimension");
-    float* out = context.floats(0, Shape{dy.shape.back()});
-    column_sum(context, dy.floats(), dy.shape.rows(), dy.shape.back(), out);
+    Shape shape{dy.shape.back()};
+    if (keep_) {
+      shape = dy.shape;
+      std::fill(shape.dim.begin(), shape.dim.begin() + (shape.rank - 1), 1);
+    }
+    column_sum(context, dy.floats(), dy.shape.rows(), dy.shape.back(), context.floats(0, shape));
   }
+
+ private:
+  bool keep_;
 };
 
 }  // namespace

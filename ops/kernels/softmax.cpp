@@ -43,10 +43,11 @@ class MaskRows {
   std::int64_t stride_[kMaxRank] = {};
 };
 
-// (X [..., T], Mask? broadcast to X) -> Y = softmax(scale X + Mask) over the last dimension.
+// (X [..., T], Mask? broadcast to X) -> Y = softmax(scale X + Mask) over the last dimension. With zero_empty_rows a row
+// of minus infinity only (every position masked) gives zeros instead of NaN.
 class ScaledMaskedSoftmax final : public Kernel {
  public:
-  explicit ScaledMaskedSoftmax(const Attributes& a) : scale_(static_cast<float>(a.decimal("scale", 1.0))) {
+  explicit ScaledMaskedSoftmax(const Attributes& a) : scale_(static_cast<float>(a.decimal("scale", 1.0))), zero_empty_(a.integer("zero_empty_rows", 0) != 0) {
     expect_last(a);
   }
 
@@ -74,7 +75,7 @@ class ScaledMaskedSoftmax final : public Kernel {
 
  private:
   template <class Score>
-  static void row(std::int64_t n, float* y, const Score& score) {
+  void row(std::int64_t n, float* y, const Score& score) const {
     V best = splat(-std::numeric_limits<float>::infinity());
     vectors(n, [&](std::int64_t i, auto span) {
       const V z = score(i, span);
@@ -82,6 +83,10 @@ class ScaledMaskedSoftmax final : public Kernel {
       store(y + i, z, span);
     });
     const float top = largest(best);
+    if (zero_empty_ && empty(y, n, top)) {
+      std::fill(y, y + n, 0.0f);
+      return;
+    }
     V total{};
     vectors(n, [&](std::int64_t i, auto span) {
       const V e = exp(load(y + i, span) - top);
@@ -92,7 +97,14 @@ class ScaledMaskedSoftmax final : public Kernel {
     vectors(n, [&](std::int64_t i, auto span) { store(y + i, load(y + i, span) * inverse, span); });
   }
 
+  // NaN may have been passed over by the maximum.
+  static bool empty(const float* y, std::int64_t n, float top) {
+    constexpr float kLowest = -std::numeric_limits<float>::infinity();
+    return top == kLowest && std::all_of(y, y + n, [](float z) { return z == kLowest; });
+  }
+
   float scale_;
+  bool zero_empty_;
 };
 
 // (dY, Y) -> dX = scale Y (dY - sum(Y dY)).

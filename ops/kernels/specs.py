@@ -49,6 +49,15 @@ def _last(index: int) -> Callable[[ir.Node], object]:
     return of
 
 
+def _bias_grad(node: ir.Node) -> Types:
+    dy = given(node, 0)
+    shape = shape_of(dy)
+    if shape is None:
+        return [retyped(dy, None)]
+    lead = [1] * (len(shape) - 1) if attribute(node, "keepdims", 0) else []
+    return [retyped(dy, (*lead, shape[-1]))]
+
+
 def _cross_entropy_statistics(node: ir.Node) -> Types:
     logits = given(node, 0)
     loss, _, total = [*_as_composite("CrossEntropy")(node), None, None][:3]
@@ -78,6 +87,7 @@ _INFER: dict[str, InferRule] = {
     "LayerNorm": _layer_norm,
     "AddLayerNorm": _add_layer_norm,
     "LayerNormGradAdd": _as_composite("LayerNormGrad"),
+    "AddLayerNormGrad": _as_composite("LayerNormGrad"),
     "SquaredNorm": lambda node: [retyped(given(node, 0), ())],
     "Transpose": _transpose,
     "Softmax": like(0),
@@ -85,7 +95,7 @@ _INFER: dict[str, InferRule] = {
     "ScaledSoftmaxGrad": like(0),
     "CrossEntropyStatistics": _cross_entropy_statistics,
     "CrossEntropyStatisticsGrad": like(1),
-    "BiasGrad": lambda node: [_last(0)(node)],
+    "BiasGrad": _bias_grad,
 }
 _ELEMENTWISE = frozenset({"Gelu", "GeluGrad", "Silu", "SiluGrad", "ReluGrad", "TanhGrad", "SigmoidGrad", "DropoutGrad"})
 _OPTIMIZERS = frozenset({"AdamW", "MultiAdamW", "EmbeddingAdamW"})

@@ -139,7 +139,7 @@ _ENTRIES = (
         "BiasGelu", ("X", "Bias"), ("Y",), ("approximate",), ((0, 0),), doc="Y = Gelu(X + Bias), Bias [last dimension]"
     ),
     KernelEntry(
-        "BiasGeluGrad", ("dY", "X", "Bias"), ("dX", "dBias?"), ("approximate",), _BOTH, scratch=_sums(1, 1),
+        "BiasGeluGrad", ("dY", "X", "Bias?"), ("dX", "dBias?"), ("approximate",), _BOTH, scratch=_sums(1, 1),
         doc="dX = GeluGrad(dY, X + Bias), dBias = sum of dX over rows; X is the value before the bias",
     ),
     _composite("Silu", ("X",), ("Y",), inplace=((0, 0),), doc="Y = X sigmoid(X)"),
@@ -164,10 +164,14 @@ _ENTRIES = (
         "LayerNormGradAdd", ("dY", "X", "Mean", "InvStdDev", "Scale?", "Residual"), ("dX?", "dScale?", "dBias?"),
         ("axis",), (*_BOTH, (5, 0)), scratch=_norm_sums, doc="LayerNormGrad with Residual added to dX",
     ),
+    KernelEntry(
+        "AddLayerNormGrad", ("dY", "X", "Mean", "InvStdDev", "Scale?", "dY2"), ("dX?", "dScale?", "dBias?"),
+        ("axis",), (*_BOTH, (5, 0)), scratch=_norm_sums, doc="LayerNormGrad of dY + dY2",
+    ),
     KernelEntry("Softmax", ("X",), ("Y",), ("axis",), ((0, 0),), ("", "Softmax"), doc="softmax over the last axis"),
     KernelEntry(
-        "ScaledMaskedSoftmax", ("X", "Mask?"), ("Y",), ("scale",), ((0, 0),),
-        doc="softmax(scale X + Mask) over the last axis; Mask broadcasts to X",
+        "ScaledMaskedSoftmax", ("X", "Mask?"), ("Y",), ("scale", "zero_empty_rows"), ((0, 0),),
+        doc="softmax(scale X + Mask) over the last axis; Mask broadcasts to X; zero_empty_rows: rows of -inf give 0",
     ),
     _composite("SoftmaxGrad", ("dY", "Y"), ("dX",), ("axis",), _BOTH, doc="dX = Y (dY - sum(Y dY)), last axis"),
     KernelEntry(
@@ -204,7 +208,7 @@ _ENTRIES = (
     ),
     KernelEntry("Transpose", ("X",), ("Y",), ("perm",), doc="Y's dimension i is X's perm[i]"),
     KernelEntry(
-        "BiasGrad", ("dY",), ("dBias",), implements=("", "ReduceSum"), scratch=_bias_sums,
+        "BiasGrad", ("dY",), ("dBias",), ("keepdims",), implements=("", "ReduceSum"), scratch=_bias_sums,
         doc="sum over all dimensions but the last",
     ),
 )  # fmt: skip

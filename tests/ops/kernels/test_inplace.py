@@ -71,6 +71,7 @@ CASES = {
     "LayerNorm": ([_f(_ROWS, _WIDTH), _f(_WIDTH), _f(_WIDTH)], 3, {}),
     "AddLayerNorm": ([*_PAIR, _f(_WIDTH), _f(_WIDTH), _f(_WIDTH)], 4, {}),
     "LayerNormGrad": (_norm(), 3, {}),
+    "AddLayerNormGrad": (_norm([_f(_ROWS, _WIDTH)]), 3, {}),
     "LayerNormGradAdd": (_norm([_f(_ROWS, _WIDTH)]), 3, {}),
     "Softmax": (_PAIR[:1], 1, {}),
     "ScaledMaskedSoftmax": ([_f(3, 10, 10, _WIDTH), _f(3, 1, 1, _WIDTH)], 1, {"scale": 0.3}),

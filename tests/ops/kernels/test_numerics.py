@@ -64,6 +64,9 @@ def test_gelu_with_and_without_bias(kernel, shape, form):
     dx, db = kernel("BiasGeluGrad", [dy, x, bias], 2, approximate=form).run()
     close(dx, gx, 16, floor=4)
     close(db, gb, 16, floor=4 * math.sqrt(math.prod(shape[:-1]) + 1))
+    plain = kernel("BiasGeluGrad", [dy, x, None], 2, approximate=form).run()
+    assert np.array_equal(plain[0], kernel("GeluGrad", [dy, x], 1, approximate=form).run()[0])
+    assert np.array_equal(plain[1], kernel("BiasGeluGrad", [dy, x, 0 * bias], 2, approximate=form).run()[1])
     close(kernel("Gelu", [x], 1, approximate=form).run()[0], F.gelu(wx, approximate=form), 8, floor=1)
 
 
@@ -149,6 +152,9 @@ def test_layer_norm_and_gradient(kernel, shape, axis):
         fused = kernel("LayerNormGradAdd", [*inputs, residual], 3, axis=axis).run()
         close(fused[0], expected[0] + torch.tensor(residual), 64, floor=8 * size)
         assert np.array_equal(fused[1], ds) and np.array_equal(fused[2], db)
+        halves = [dy * np.float32(0.25), *inputs[1:], dy * np.float32(0.75)]
+        for a, b in zip(kernel("AddLayerNormGrad", halves, 3, axis=axis).run(), (dx, ds, db), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6 * size * math.sqrt(rows + 1))
 
 
 @pytest.mark.parametrize("addend", [True, False])
@@ -196,6 +202,10 @@ def test_masked_softmax_drops_masked_positions(kernel):
     mask[3] = -np.inf
     (got,) = kernel("ScaledMaskedSoftmax", [x, mask], 1).run()
     assert (got[..., :3, 11:] == 0).all() and np.isnan(got[..., 3, :]).all()
+    (zeros,) = kernel("ScaledMaskedSoftmax", [x, mask], 1, zero_empty_rows=1).run()
+    assert (zeros[..., 3, :] == 0).all() and np.array_equal(np.delete(zeros, 3, 2), np.delete(got, 3, 2))
+    x[0, 0, 3, 5] = np.nan
+    assert np.isnan(kernel("ScaledMaskedSoftmax", [x, mask], 1, zero_empty_rows=1).run()[0][0, 0, 3]).all()
     close(got[..., 0, :11], torch.softmax(t64(x)[..., 0, :11], -1), 16)
 
 
@@ -251,7 +261,10 @@ def test_wrong_class_or_index_is_refused(kernel):
 def test_bias_gradient(kernel, shape):
     dy = f32(*shape)
     expected = dy.astype(np.float64).reshape(-1, shape[-1]).sum(0)
-    close(kernel("BiasGrad", [dy], 1).run()[0], expected, 16, floor=math.sqrt(math.prod(shape[:-1])))
+    (got,) = kernel("BiasGrad", [dy], 1).run()
+    close(got, expected, 16, floor=math.sqrt(math.prod(shape[:-1])))
+    (kept,) = kernel("BiasGrad", [dy], 1, keepdims=1).run()
+    assert kept.shape == (1,) * (len(shape) - 1) + shape[-1:] and np.array_equal(kept.reshape(-1), got)
 
 
 @pytest.mark.parametrize(
