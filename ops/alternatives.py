@@ -13,6 +13,7 @@ import onnx_ir as ir
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.kernels.table import BY_OPERATOR
 from ortgraph.ops.runtime_forms import RUNTIME_FORMS
+from ortgraph.ops.shapes import attribute
 from ortgraph.ops.spec import COMPOSITE, spec_of
 from ortgraph.ops.targets import TARGETS
 
@@ -84,9 +85,11 @@ class Alternative:
 
 
 def variant(node: ir.Node) -> str:
-    """Operator name with the attribute that changes its arithmetic: ``Gelu:tanh``."""
-    approximate = node.attributes.get("approximate")
-    form = approximate.as_string() if approximate is not None else "none"
+    """Operator name with the attribute that changes its cost: ``Gelu:tanh``, ``Transpose:rows`` (rows stay whole)."""
+    if node.op_type == "Transpose":
+        perm = attribute(node, "perm")
+        return "Transpose:rows" if perm and perm[-1] == len(perm) - 1 else "Transpose"
+    form = attribute(node, "approximate", "none")
     return node.op_type if form == "none" else f"{node.op_type}:{form}"
 
 

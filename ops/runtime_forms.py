@@ -77,6 +77,12 @@ def _layer_norm_grad(builder: Builder, node: ir.Node) -> Sequence[ir.Value | Non
     )[: len(node.outputs)]  # fmt: skip
 
 
+def _batch_norm_grad(builder: Builder, node: ir.Node) -> Sequence[ir.Value | None]:
+    # The kernel takes the inverse deviation and does not use its epsilon.
+    made = builder.multi("BatchNormalizationGrad", *node.inputs, outputs=3, domain=CONTRIB, epsilon=1e-5)
+    return made[: len(node.outputs)]
+
+
 def _cross_entropy_applies(node: ir.Node) -> str | None:
     labels = node.inputs[2]
     if labels is None or labels.dtype not in _LABELS:
@@ -128,6 +134,7 @@ RUNTIME_FORMS: dict[str, tuple[RuntimeForm, ...]] = {
     "SoftmaxGrad": (RuntimeForm(_TRAINING, _float32, _with_axis("SoftmaxGrad_13")),),
     "LogSoftmaxGrad": (RuntimeForm(_TRAINING, _float32, _with_axis("LogSoftmaxGrad_13")),),
     "LayerNormGrad": (RuntimeForm(_TRAINING, _layer_norm_applies, _layer_norm_grad),),
+    "BatchNormGrad": (RuntimeForm(_TRAINING, _float32, _batch_norm_grad),),
     "CrossEntropyGrad": (RuntimeForm(_TRAINING, _cross_entropy_applies, _cross_entropy_grad),),
     "ConvGrad": (RuntimeForm(_TRAINING, _conv_applies, _conv_grad),),
 }
