@@ -137,7 +137,6 @@ register(
         infer=_attention_types,
         expand=_expand_attention,
         flops=lambda node: _products(node, 0, 2),
-        optional_outputs=(1,),
         doc="P = Softmax(scale Q K^T + Mask); Y = P V; LogSumExp over keys of the scores",
     ),
     OpSpec(
@@ -147,7 +146,6 @@ register(
         infer=_attention_grad_types,
         expand=_expand_attention_grad,
         flops=lambda node: _products(node, 1, 5),
-        optional_outputs=(0, 1, 2),
         doc="dV = P^T dY; dS = P (dY V^T - sum(dY Y)); dQ = scale dS K; dK = scale dS^T Q",
     ),
 )

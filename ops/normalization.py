@@ -169,6 +169,7 @@ register(
         infer=_layer_norm_grad_types,
         expand=_expand_layer_norm_grad,
         flops=elements_flops(14),
+        optional_outputs=(1, 2),
         doc="dX = InvStd (g - mean(g) - x_hat mean(g x_hat)), g = dY Scale; dScale = sum(dY x_hat); dBias = sum(dY)",
     ),
     OpSpec(
@@ -208,7 +209,8 @@ def layer_norm_types(node: ir.Node) -> Types:
 
 register(
     OpSpec("", "LayerNormalization", precision="accumulate", inplace=((0, 0),), infer=layer_norm_types,
-           flops=elements_flops(8), optional_outputs=(1, 2), doc="Y = Scale (X - mean) / sqrt(var + epsilon) + B over axes from axis on"),
+           flops=elements_flops(8), optional_outputs=(1, 2),
+           doc="Y = Scale (X - mean) / sqrt(var + epsilon) + B over axes from axis on"),
     OpSpec("", "BatchNormalization", precision="float32", flops=elements_flops(4),
            doc="Y = Scale (X - mean) / sqrt(var + epsilon) + B per channel"),
     OpSpec("", "InstanceNormalization", precision="accumulate", infer=like(0), flops=elements_flops(8),

@@ -201,7 +201,6 @@ register(
         infer=_dropout_types,
         expand=_expand_dropout,
         precision="any",
-        optional_outputs=(1,),
         flops=lambda node: 6 * element_count(given(node, 0)),
         doc="Mask = U(Key, Step, node) >= ratio; Y = X Mask / (1 - ratio)",
     ),
