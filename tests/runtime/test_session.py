@@ -359,3 +359,32 @@ def test_profile(classifier_graph, classifier_batch, kind) -> None:
     assert [t.node for t in times] == [n.name for n in session.programs[0].order]
     assert sum(count for count, _ in by_operator(times).values()) == len(times)
     assert session.step(classifier_batch()) == other.step(classifier_batch()), "profiling trains nothing"
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_step_equals_the_same_nodes_unbound(classifier_graph, classifier_batch, threads) -> None:
+    """The runtime's own allocation, same nodes and order: every new weight and state bit for bit."""
+    import onnxruntime as ort
+    from ortgraph.ops import kernels
+
+    from ortgraph.runtime.options import session_options
+    from ortgraph.runtime.program import program_model
+
+    graph = at_stage(classifier_graph(), "planned", AdamW(lr=0.05, max_grad_norm=0.7))
+    session = TrainingSession(graph, threads=threads, poison=True)
+    session.step(classifier_batch())
+    (program,) = session.programs
+    pairs = list(graph.signature.pairs())
+    wanted = [v for v in graph.graph.outputs if v.name in {new for _, new in pairs}]
+    options = session_options(threads)
+    if any(n.domain == kernels.DOMAIN for n in program.order):
+        options.register_custom_ops_library(str(kernels.library_path()))
+    inputs = [v for v in graph.graph.inputs if v.name in program.inputs]
+    model = program_model(graph.model, program.order, inputs, wanted).SerializeToString()
+    plain = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    for i in range(3):
+        batch = classifier_batch(seed=i)
+        feeds = {v.name: program.inputs[v.name].copy() for v in inputs} | batch
+        expected = dict(zip((v.name for v in wanted), plain.run([v.name for v in wanted], feeds), strict=True))
+        session.step(batch)
+        assert all(np.array_equal(program.inputs[old], expected[new]) for old, new in pairs)
