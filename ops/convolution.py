@@ -163,10 +163,6 @@ def average_pool_grad(b: Builder, node: ir.Node, dy: ir.Value, shape: Sequence[i
         scaled = b.op("Mul", dy, b.scalar(float(factor.flat[0]), dy))
     else:
         scaled = b.op("Mul", dy, b.const(factor.astype(dy.dtype.numpy()), name="divisor"))  # type: ignore[union-attr]
-    if strides == kernel and not any(pads) and sizes == [o * k for o, k in zip(outs, kernel, strict=True)]:
-        apart = b.op("Reshape", scaled, b.ints([*shape[:2], *(d for o in outs for d in (o, 1))]))
-        spread = b.op("Expand", apart, b.ints([1, 1, *(d for k in kernel for d in (1, k))]))
-        return b.op("Reshape", spread, b.ints(shape))
     planes = b.op("Reshape", scaled, b.ints([shape[0] * shape[1], 1, *outs]))
     ones = b.const(np.ones([1, 1, *kernel]), dy.dtype, name="ones")
     options = (strides, pads, [1] * dims)
