@@ -1,12 +1,13 @@
-"""Compiled kernels against ONNX Runtime's own operators and against reference expansions, at the sizes of one BERT step.
+"""Compiled kernels against ONNX Runtime's own operators and reference expansions, at the sizes of a BERT step.
 
     python -m bench.kernels [--rounds 15] [--only NAME] [--threads 2] [--json]
 
 Workload: BERT 256x4 (hidden 256, 4 layers, 4 heads, feed-forward 1024, vocabulary 30522), batch 8, sequence 128,
-float32. Every side runs alone in a session with bound inputs and outputs (nothing is allocated outside ONNX Runtime's
-own temporaries; updates lie over their inputs as in a session), in turn within a round. Times are the least of all rounds
-(other load on the machine only adds), ratios are taken per round and their median is reported. ``calls`` is how often
-the operator occurs in a training step, ``saves`` what the kernel saves per step against the best peer, by least times.
+float32. Every side runs alone in a session with bound inputs and outputs (nothing is allocated outside ONNX
+Runtime's own temporaries; updates lie over their inputs as in a session), in turn within a round. Times are the least
+of all rounds (other load on the machine only adds), ratios are taken per round and their median is reported.
+``calls`` is how often the operator occurs in a training step, ``saves`` what the kernel saves per step against the
+best peer, by least times.
 """
 
 from __future__ import annotations
@@ -76,9 +77,10 @@ def composite(op: str, outputs: int, form: str, **attributes: object) -> Build:
     return build
 
 
-def same(op: str, outputs: int, feeds: dict[str, np.ndarray], calls: int, over: tuple[str, ...] = (), **attributes) -> Case:
+def same(op: str, outputs: int, feeds: dict, calls: int, over: tuple[str, ...] = (), **attributes: object) -> Case:
     """A kernel that stands for a composite one to one."""
-    sides = {"kernel": kernel(op, outputs, **attributes), "expansion": composite(op, outputs, "expansion", **attributes)}
+    expansion = composite(op, outputs, "expansion", **attributes)
+    sides = {"kernel": kernel(op, outputs, **attributes), "expansion": expansion}
     if op in RUNTIME_FORMS:
         sides["runtime"] = composite(op, outputs, "runtime", **attributes)
     return Case(op, calls, feeds, sides, over)
@@ -121,15 +123,15 @@ def _norm() -> list[Case]:
         return [total, *b.multi("LayerNormalization", total, v["scale"], v["bias"], outputs=3, axis=-1, epsilon=1e-5)]
 
     def grad_add(b, v):
-        dx, ds, db = b.multi(
-            "LayerNormalizationGrad", v["dy"], v["x"], v["scale"], v["mean"], v["inv"], outputs=3, domain=CONTRIB, axis=-1
-        )
+        order = [v[k] for k in ("dy", "x", "scale", "mean", "inv")]
+        dx, ds, db = b.multi("LayerNormalizationGrad", *order, outputs=3, domain=CONTRIB, axis=-1)
         return [b.op("Add", dx, v["residual"]), ds, db]
 
+    plain = {"x": x, "scale": scale, "bias": bias}
     fused = {"a": x, "b": x[::-1].copy(), "scale": scale, "bias": bias, "addend": bias}
     return [
-        Case("LayerNorm", 1, {"x": x, "scale": scale, "bias": bias}, {"kernel": kernel("LayerNorm", 3), "runtime": layer_norm}),
-        Case("AddLayerNorm", 2 * LAYERS, fused, {"kernel": kernel("AddLayerNorm", 4), "Add+Add+LayerNormalization": add_norm}),
+        Case("LayerNorm", 1, plain, {"kernel": kernel("LayerNorm", 3), "runtime": layer_norm}),
+        Case("AddLayerNorm", 2 * LAYERS, fused, {"kernel": kernel("AddLayerNorm", 4), "Add+Add+Norm": add_norm}),
         same("LayerNormGrad", 3, grad, 1, axis=-1),
         Case(
             "LayerNormGradAdd", 2 * LAYERS, {**grad, "residual": x},
@@ -148,8 +150,11 @@ def _softmax() -> list[Case]:
     def added(b, v):
         return [b.op("Softmax", b.op("Add", v["x"], v["mask"]), axis=-1)]
 
+    def plain(b, v):
+        return [b.op("Softmax", v["x"], axis=-1)]
+
     return [
-        Case("Softmax", 0, {"x": x}, {"kernel": kernel("Softmax"), "runtime": lambda b, v: [b.op("Softmax", v["x"], axis=-1)]}),
+        Case("Softmax", 0, {"x": x}, {"kernel": kernel("Softmax"), "runtime": plain}),
         Case(
             "ScaledMaskedSoftmax", LAYERS, {"x": x, "mask": mask},
             {"kernel": kernel("ScaledMaskedSoftmax", scale=0.125), "Add+Softmax": added, "Mul+Add+Softmax": masked},
@@ -180,7 +185,8 @@ def _adam() -> list[Case]:
 
     def expanded_table(b, v):
         grad = composite("EmbeddingGrad", 1, "expansion", rows=VOCAB)(b, {"dy": v["dy"], "i": v["i"]})[0]
-        return composite("AdamW", 3, "expansion")(b, {**{k: v[k] for k in ("rate", "step", "w")}, "g": grad, "m": v["m"], "v": v["v"]})
+        inputs = {"rate": v["rate"], "step": v["step"], "w": v["w"], "g": grad, "m": v["m"], "v": v["v"]}
+        return composite("AdamW", 3, "expansion")(b, inputs)
 
     many = dict(head)
     for n, shape in enumerate(_parameters()):
@@ -213,7 +219,10 @@ def _adam() -> list[Case]:
         same("EmbeddingGrad", 1, {"dy": f32(B, S, H), "i": indices}, 0, rows=VOCAB),
         Case(
             "EmbeddingAdamW", 1, sparse,
-            {"kernel": kernel("EmbeddingAdamW", 3), "EmbeddingGrad, AdamW kernels": dense_table, "expansion": expanded_table},
+            {
+                "kernel": kernel("EmbeddingAdamW", 3), "EmbeddingGrad, AdamW kernels": dense_table,
+                "expansion": expanded_table,
+            },
             ("w", "m", "v"),
         ),
     ]  # fmt: skip
@@ -227,13 +236,18 @@ def _rest() -> list[Case]:
     logits, target = f32(ROWS, VOCAB // 4), _rng().integers(0, VOCAB // 4, ROWS)
 
     def transpose(perm):
-        sides = {"kernel": kernel("Transpose", perm=perm), "runtime": lambda b, v: [b.op("Transpose", v["x"], perm=perm)]}
+        def runtime(b, v):
+            return [b.op("Transpose", v["x"], perm=perm)]
+
+        sides = {"kernel": kernel("Transpose", perm=perm), "runtime": runtime}
         return Case("Transpose", 8 * LAYERS if perm[-1] == 3 else 0, {"x": f32(B, S, HEADS, H // HEADS)}, sides)
 
     def clip(b, v):
         return [b.op("Sum", *[b.op("ReduceSumSquare", x, keepdims=0) for x in v.values()])]
 
     gradients = {f"g{n}": f32(*shape) for n, shape in enumerate(_parameters())}
+
+    entropy_grad = {"d": np.float32(1), "p": logits - 9, "t": target, "w": None, "n": np.float32(ROWS)}
 
     def entropy(b, v):
         return composite("CrossEntropy", 3, "expansion")(b, v)
@@ -250,9 +264,12 @@ def _rest() -> list[Case]:
         same("TanhGrad", 1, {"dy": f32(B, H), "y": f32(B, H)}, 1),
         Case(
             "CrossEntropyStatistics", 0, {"x": logits, "t": target},
-            {"kernel": kernel("CrossEntropyStatistics", 3), "CrossEntropy kernel": kernel("CrossEntropy", 3), "expansion": entropy},
+            {
+                "kernel": kernel("CrossEntropyStatistics", 3), "CrossEntropy kernel": kernel("CrossEntropy", 3),
+                "expansion": entropy,
+            },
         ),
-        same("CrossEntropyGrad", 1, {"d": np.float32(1), "p": logits - 9, "t": target, "w": None, "n": np.float32(ROWS)}, 0),
+        same("CrossEntropyGrad", 1, entropy_grad, 0),
     ]  # fmt: skip
 
 
@@ -335,7 +352,8 @@ def main() -> None:
         return
     for r in results:
         peers = ", ".join(f"{n} {r['us'][n]:.0f} us = {ratio:.2f}x" for n, ratio in r["ratio"].items())  # type: ignore
-        print(f"{r['name']:28s} {r['us']['kernel']:8.0f} us   {peers}   x{r['calls']} saves {r['saves_us'] / 1e3:.2f} ms")  # type: ignore
+        saved = r["saves_us"] / 1e3  # type: ignore[operator]
+        print(f"{r['name']:28s} {r['us']['kernel']:8.0f} us   {peers}   x{r['calls']} saves {saved:.2f} ms")  # type: ignore
     print(f"saved per step: {sum(r['saves_us'] for r in results) / 1e3:.1f} ms")  # type: ignore
 
 

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _SOURCES = pathlib.Path(__file__).parent
 _FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast",
-    "-fPIC", "-shared", "-fvisibility=hidden",
+    "-fPIC", "-shared", "-fvisibility=hidden", "-Wno-psabi",
 )  # fmt: skip
 _LIBRARY = "libortgraph_kernels.so"
 _TIMEOUT = 300  # seconds

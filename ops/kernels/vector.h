@@ -74,10 +74,16 @@ inline V smaller(V a, V b) { return a < b ? a : b; }
 #endif
 
 // Sums and maxima of the lanes, in one fixed order.
-inline V halves(V v) { return __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7); }
-inline V quarters(V v) { return __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11); }
-inline V pairs(V v) { return __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13); }
-inline V neighbours(V v) { return __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14); }
+#if defined(__clang__) || __GNUC__ >= 12
+#define ORTGRAPH_SHUFFLE(v, ...) __builtin_shufflevector(v, v, __VA_ARGS__)
+#else
+#define ORTGRAPH_SHUFFLE(v, ...) __builtin_shuffle(v, Vi{__VA_ARGS__})
+#endif
+inline V halves(V v) { return ORTGRAPH_SHUFFLE(v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7); }
+inline V quarters(V v) { return ORTGRAPH_SHUFFLE(v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11); }
+inline V pairs(V v) { return ORTGRAPH_SHUFFLE(v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13); }
+inline V neighbours(V v) { return ORTGRAPH_SHUFFLE(v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14); }
+#undef ORTGRAPH_SHUFFLE
 
 inline float sum(V v) {
   v += halves(v);
