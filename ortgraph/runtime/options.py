@@ -10,7 +10,7 @@ from ortgraph.errors import InputError
 if TYPE_CHECKING:
     import onnxruntime
 
-QUIET = 3  # errors only; the runtime warns about every output that is bound and not read
+QUIET = 4  # fatal only: errors reach the user as exceptions, warnings are about every output bound and not read
 
 
 def default_threads() -> int:

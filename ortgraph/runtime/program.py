@@ -12,7 +12,7 @@ import onnx
 import onnx_ir as ir
 
 from ortgraph.analysis.liveness import values_read
-from ortgraph.errors import PlanError, RuntimeSetupError
+from ortgraph.errors import BatchError, PlanError, RuntimeSetupError
 from ortgraph.graph import TrainingGraph, static_shape
 from ortgraph.ops import kernels
 from ortgraph.ops.spec import KERNELS
@@ -49,7 +49,13 @@ def order_program(
     signature = graph.signature
     names = {signature.loss, *signature.outputs, *signature.gradients.values(), *signature.input_gradients.values()}
     results = [v for v in graph.graph.outputs if v.name in names and v not in updates]
-    return order_updates(graph.graph, pairs, results, nodes)
+    return order_updates(graph.graph, pairs, results, nodes, loss_value(graph))
+
+
+def loss_value(graph: TrainingGraph) -> ir.Value | None:
+    """The graph output with the loss, None when the graph has lost it."""
+    name = graph.signature.loss
+    return next((v for v in graph.graph.outputs if v.name == name), None)
 
 
 def stored_offsets(graph: TrainingGraph, program: str) -> Mapping[str, int] | None:
@@ -104,7 +110,7 @@ class Program:
         results = list(self._values.values())
         self.order = order_program(graph, results, value_pairs)
         self.placement: Placement = place_values(
-            graph.graph, self.order, results, value_pairs, stored_offsets(graph, name)
+            graph.graph, self.order, results, value_pairs, stored_offsets(graph, name), loss_value(graph)
         )
         self._constants = {
             n: v.const_value.numpy()
@@ -188,7 +194,11 @@ class Program:
         return self._memory.persistent[name] if found is None else found
 
     def run(self) -> None:
-        """Run once on what the input buffers hold, then copy the updates that could not be written in place."""
+        """Run once on what the input buffers hold, then copy the updates that could not be written in place.
+
+        Raises:
+            BatchError: An operator refuses the batch's values, such as an index out of range.
+        """
         if self._session is not None:
             if self._generation != self._memory.arena.generation or self._binding is None:
                 self._bind()
@@ -196,10 +206,19 @@ class Program:
                 self._binding.bind_output(name, "cpu", 0)
             if self._poison:
                 self._memory.arena.poison()
-            self._session.run_with_iobinding(self._binding)
+            self._run_bound()
         staged = [(self._memory.persistent[old], self._source(new)) for old, new in self.placement.copies]
         for target, source in staged:
             target[...] = source
+
+    def _run_bound(self) -> None:
+        try:
+            self._session.run_with_iobinding(self._binding)
+        except Exception as error:  # noqa: BLE001 - the runtime's exception types are private; the cause is chained
+            raise BatchError(
+                f"program {self.name} stopped: {error}",
+                "look for indices or labels outside their range in the batch",
+            ) from error
 
     def _source(self, name: str) -> np.ndarray:
         """What to copy; snapshotted when it lies in a buffer that another copy may overwrite."""

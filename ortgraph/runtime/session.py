@@ -14,7 +14,7 @@ import numpy as np
 
 from ortgraph.errors import BatchError, InputError, NonFiniteLossError
 from ortgraph.graph import Signature, TrainingGraph, static_shape
-from ortgraph.runtime import checkpoint, inference_export
+from ortgraph.runtime import checkpoint, inference_export, selection
 from ortgraph.runtime.arena import Memory
 from ortgraph.runtime.batch import Batch, bind_dims, check_bound, check_dtype, named
 from ortgraph.runtime.detect import detect_runtime
@@ -24,7 +24,6 @@ from ortgraph.runtime.program import Program
 
 logger = logging.getLogger(__name__)
 MAX_SHAPES = 8  # shape keys whose programs are kept; the one unused for longest goes first
-_PER_RUN = ("random_step",)  # states that advance at every run that commits, not only at optimizer steps
 LEARNING_RATE = "learning_rate"
 
 
@@ -376,7 +375,7 @@ class TrainingSession:
         return found
 
     def _make_program(self, kind: str, dims: dict[str, int], key: tuple) -> Program:
-        wanted, pairs = self._wanted(kind)
+        wanted, pairs = selection.wanted_outputs(self.signature, kind)
         if kind == "evaluate":
             if self._evaluation_form is None:
                 self._evaluation_form = inference_export.evaluation_form(self.graph)
@@ -396,31 +395,3 @@ class TrainingSession:
                 del self._programs[kind_key]
             self._prepared.pop(old, None)
             self._evaluation.pop(old, None)
-
-    def _wanted(self, kind: str) -> tuple[list[str], list[tuple[str, str]]]:
-        """Outputs that a program computes, and what it replaces."""
-        s = self.signature
-        if kind == "loss":
-            return [s.loss], []
-        if kind == "evaluate":
-            return list(dict.fromkeys((s.loss, *s.outputs))), []
-        if kind == "gradients":
-            return list(dict.fromkeys((s.loss, *s.gradients.values()))), []
-        if kind == "input_gradients":
-            return list(dict.fromkeys((s.loss, *s.input_gradients.values()))), []
-        pairs = program_pairs(s, kind)
-        return list(dict.fromkeys((s.loss, *(new for _, new in pairs)))), pairs
-
-
-def program_pairs(signature: Signature, kind: str) -> list[tuple[str, str]]:
-    """(input, output) that program ``step`` or ``accumulate`` replaces.
-
-    ``step`` does everything but the accumulators, which it only reads. ``accumulate`` advances the accumulators, the
-    module buffers and what advances at every run.
-    """
-    buffers = [(b.name, b.update) for b in signature.buffers if b.update is not None]
-    parameters = [(p.name, p.update) for p in signature.parameters if p.update is not None]
-    states = [s for s in signature.states if s.output is not None]
-    if kind == "accumulate":
-        return buffers + [(s.input, s.output) for s in states if s.kind in ("accumulator", *_PER_RUN)]  # type: ignore[misc]
-    return parameters + buffers + [(s.input, s.output) for s in states if s.kind != "accumulator"]  # type: ignore[misc]

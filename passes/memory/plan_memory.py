@@ -10,8 +10,8 @@ from ortgraph.graph import TrainingGraph
 from ortgraph.manager.base import Changes, GraphPass, Refusal
 from ortgraph.plan.memory.placement import METADATA_KEY, place_values
 from ortgraph.plan.schedule import order_updates
-from ortgraph.runtime.program import needed_nodes
-from ortgraph.runtime.session import program_pairs
+from ortgraph.runtime.program import loss_value, needed_nodes
+from ortgraph.runtime.selection import program_pairs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,8 @@ class PlanMemory(GraphPass):
         stepped = any(p.update is not None for p in signature.parameters)
         pairs = [(values[i], values[o]) for i, o in (program_pairs(signature, "step") if stepped else ())]
         updates = {new for _, new in pairs}
-        order = order_updates(g, pairs, [v for v in g.outputs if v not in updates])
+        loss = loss_value(graph)
+        order = order_updates(g, pairs, [v for v in g.outputs if v not in updates], loss=loss)
         moved = sum(a is not b for a, b in zip(order, tuple(g), strict=True))
         if moved:
             g.remove(order)
@@ -49,7 +50,7 @@ class PlanMemory(GraphPass):
             return changes
         wanted_names = {signature.loss, *((v.name for v in updates) if stepped else signature.gradients.values())}
         wanted = [v for v in g.outputs if v.name in wanted_names]
-        placement = place_values(g, needed_nodes(g, wanted), wanted, pairs)
+        placement = place_values(g, needed_nodes(g, wanted), wanted, pairs, loss=loss)
         plan = placement.to_json("step" if stepped else "gradients")
         graph.model.metadata_props[METADATA_KEY] = plan
         changes.counts["placed"] = len(placement.problem.buffers) if plan != before else 0

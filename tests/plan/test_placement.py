@@ -241,3 +241,14 @@ def test_stored_plan_is_used_and_a_wrong_one_is_not(caplog: pytest.LogCaptureFix
     g, c = make()
     placed = g.place(c, known={"a": 0, "b": 0, "c": 64})
     assert placed.solution.solver != "stored plan" and "does not fit" in caplog.text
+
+
+def test_update_that_the_loss_needs_is_copied() -> None:
+    """Written in place it would stay when a later forward operator refuses the batch."""
+    g = G()
+    new = g.op("Sub", g.w, g.x, name="new")
+    loss = g.op("MatMul", new, g.x, name="loss")
+    late = g.op("Sub", g.x, loss, name="late")
+    g.graph.outputs.extend([loss, new, late])
+    placed = place_values(g.graph, list(g.graph), (loss, new, late), [(g.w, new), (g.x, late)], loss=loss)
+    assert placed.copies == (("w", "new"),) and placed.at_input == {"late": "x"}

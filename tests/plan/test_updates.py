@@ -101,3 +101,22 @@ def test_random_graphs(items) -> None:
     graph.remove(order)
     graph.extend(order)
     assert order_updates(graph, pairs, results) == order
+
+
+def test_nothing_is_replaced_before_the_loss() -> None:
+    graph, b, (x, w, step) = new_graph("x", "w", "step")
+    after = b.op("Add", step, step, name="count")
+    new = b.op("Sub", w, x, name="update")
+    loss = b.op("ReduceSum", b.op("MatMul", x, w, name="product"), keepdims=0, name="loss")
+    graph.outputs.extend([loss, after, new])
+    pairs = [(step, after), (w, new)]
+    order = [n.name for n in order_updates(graph, pairs, [loss], loss=loss)]
+    assert order == ["product", "loss", "count", "update"]
+
+
+def test_update_that_the_loss_needs_keeps_its_place() -> None:
+    graph, b, (x, w) = new_graph("x", "w")
+    new = b.op("Add", w, x, name="update")
+    loss = b.op("ReduceSum", new, keepdims=0, name="loss")
+    graph.outputs.extend([loss, new])
+    assert [n.name for n in order_updates(graph, [(w, new)], [loss], loss=loss)] == ["update", "loss"]

@@ -318,6 +318,18 @@ def test_static_graph_refuses_another_size(classifier_graph, classifier_batch) -
         TrainingSession(classifier_graph(), threads=1).loss(classifier_batch(batch=2))
 
 
+@pytest.mark.parametrize("stage", ["stepped", "planned"])
+def test_index_out_of_range(classifier_graph, classifier_batch, stage, capfd) -> None:
+    session, other = (TrainingSession(at_stage(classifier_graph(), stage), threads=1) for _ in range(2))
+    batch = classifier_batch()
+    for call_it in (session.step, session.gradients, session.evaluate):
+        with pytest.raises(BatchError, match="out of data bounds(?s:.*)outside their range"):
+            call_it({**batch, "ids": batch["ids"] + 1000})
+    assert session.step(batch) == other.step(batch), "nothing was updated by the batch that failed"
+    assert all(np.array_equal(v, other.state_dict()[k]) for k, v in session.state_dict().items())
+    assert "Error" not in capfd.readouterr().err
+
+
 def test_tangents_and_input_gradients(bench) -> None:
     """y = 2x + w, loss = sum(y x): dw = dL x + dy, dx = dL (y + 2x) + 2 dy."""
     import onnx_ir as ir

@@ -69,6 +69,7 @@ def place_values(
     wanted: Collection[ir.Value],
     pairs: Iterable[tuple[ir.Value, ir.Value]],
     known: Mapping[str, int] | None = None,
+    loss: ir.Value | None = None,
 ) -> Placement:
     """Decide in-place updates, in-place operators and arena offsets.
 
@@ -77,6 +78,7 @@ def place_values(
         order: The order of execution.
         wanted: Values read after the run.
         pairs: (input, new value) of everything that the run replaces; the new values are among ``wanted``.
+        loss: No input is overwritten before this value is computed (see ``order_updates``).
         known: Offsets by storage name of an earlier plan of the same program; used if they fit and are valid.
 
     Raises:
@@ -84,7 +86,8 @@ def place_values(
     """
     live = Liveness(graph, order, wanted)
     at_input = {v: root for root in live.persistent for v in live.members(root) if v is not root}
-    copies = _place_updates(live, pairs, at_input)
+    computed_at = live.position.get(loss.producer(), -1) if loss is not None else -1  # type: ignore[arg-type]
+    copies = _place_updates(live, pairs, at_input, computed_at)
     merged, last, in_place = _reuse_inputs(live, at_input)
     buffers, unbound = [], []
     members: dict[ir.Value, list[ir.Value]] = {}
@@ -133,18 +136,14 @@ def _stored_solution(problem: MemoryProblem, known: Mapping[str, int] | None) ->
 
 
 def _place_updates(
-    live: Liveness, pairs: Iterable[tuple[ir.Value, ir.Value]], at_input: dict[ir.Value, ir.Value]
+    live: Liveness, pairs: Iterable[tuple[ir.Value, ir.Value]], at_input: dict[ir.Value, ir.Value], loss_at: int
 ) -> list[tuple[ir.Value, ir.Value]]:
     """Put each update over the value that it replaces where the order makes that safe; return the others."""
     copies = []
     for old, new in pairs:
         storage = live.storage(new)
-        if (
-            new in live.constants
-            or storage in live.persistent
-            or storage in at_input
-            or not _may_overwrite(live, old, storage)
-        ):
+        placed_already = storage in live.constants or storage in live.persistent or storage in at_input
+        if placed_already or live.born(storage) <= loss_at or not _may_overwrite(live, old, storage):
             copies.append((old, new))
             continue
         at_input.update((v, old) for v in live.members(storage))

@@ -15,6 +15,7 @@ def order_updates(
     pairs: Iterable[tuple[ir.Value, ir.Value]],
     results: Collection[ir.Value] = (),
     nodes: Sequence[ir.Node] | None = None,
+    loss: ir.Value | None = None,
 ) -> list[ir.Node]:
     """Nodes in the given order, except that updates move.
 
@@ -27,6 +28,8 @@ def order_updates(
         pairs: (input, new value) of everything that the step replaces.
         results: Values that are no updates (loss, gradients, outputs): what they need keeps the given order.
         nodes: The nodes to order, in given order; all nodes of the graph when None.
+        loss: Nothing is replaced before it is computed (where it does not itself need a new value), so that a batch
+            that a forward operator refuses leaves everything as it was.
 
     Returns:
         The nodes in a valid order; ordering the result again changes nothing.
@@ -40,7 +43,8 @@ def order_updates(
         for j in sources:
             after[j].append(i)
     model = _reached([given[p] for v in results if (p := v.producer()) in given], before)  # type: ignore[index]
-    _add_overwrites(live, pairs, given, before, after)
+    forward = given.get(loss.producer()) if loss is not None else None  # type: ignore[arg-type]
+    _add_overwrites(live, pairs, given, before, after, () if forward is None else (forward,))
     waiting = [len(b) for b in before]
     late = [bool(model) and i not in model for i in range(len(nodes))]
     ready = [(not late[i], i) for i, n in enumerate(waiting) if n == 0]
@@ -83,16 +87,19 @@ def _add_overwrites(
     given: dict[ir.Node, int],
     before: list[set[int]],
     after: list[list[int]],
+    first: Collection[int],
 ) -> None:
-    """Let the writer of a new value wait for the readers of the old one, where that closes no cycle."""
+    """Let the writer of a new value wait for ``first`` and the readers of the old one, where that closes no cycle."""
     for old, new in pairs:
         producer = live.storage(new).producer()
         if producer is None or producer not in given:
             continue
         writer = given[producer]
-        readers = {t for t in live.reading_steps(live.storage(old)) if t != writer} - before[writer]
-        if readers & _reached([writer], after):
-            continue
-        before[writer] |= readers
-        for t in sorted(readers):
-            after[t].append(writer)
+        behind = _reached([writer], after)
+        readers = {t for t in live.reading_steps(live.storage(old)) if t != writer}
+        for waits_for in (readers, set(first)):
+            if waits_for & behind:
+                continue
+            for t in sorted(waits_for - before[writer]):
+                after[t].append(writer)
+            before[writer] |= waits_for
