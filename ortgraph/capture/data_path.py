@@ -119,10 +119,10 @@ def refuse_lost_gradients(graph: ir.Graph, loss: ir.Value, parameters: Collectio
                 )
 
 
-def needed_nodes(value: ir.Value) -> set[ir.Node]:
-    """The nodes that ``value`` is computed by."""
+def needed_nodes(*values: ir.Value) -> set[ir.Node]:
+    """The nodes that ``values`` are computed by."""
     needed: set[ir.Node] = set()
-    stack = [value]
+    stack = list(values)
     while stack:
         node = stack.pop().producer()
         if node is None or node in needed:

@@ -16,6 +16,7 @@ from ortgraph.capture.onnx_joint import Joint, append_backward
 from ortgraph.capture.onnx_loss import LossFunction, append_loss
 from ortgraph.capture.onnx_read import infer_missing, read_model
 from ortgraph.capture.onnx_roles import Roles, assign_roles
+from ortgraph.capture.onnx_seed import seed_input
 from ortgraph.errors import CaptureError
 from ortgraph.graph import Buffer, Names, Parameter, Signature, TrainingGraph, stamp
 from ortgraph.graph.edit import PHASE_KEY
@@ -75,7 +76,7 @@ def from_onnx(
     legal.finish(joint)
     data = [str(v.name) for v in graph.inputs if v.name not in {s.input for s in legal.states}]
     weights = _parameters_to_inputs(graph, roles)
-    seed = _seed_input(graph, joint)
+    seed = seed_input(graph, joint.seed)
     infer_missing(graph)
     values = {**weights, **{s.input: np.zeros((), np.int64) for s in legal.states}}
     signature = Signature(
@@ -138,26 +139,3 @@ def _gradient_outputs(graph: ir.Graph, joint: Joint, wanted: Mapping[str, str]) 
         taken.add(value)
         graph.outputs.append(value)
     return result
-
-
-def _seed_input(graph: ir.Graph, joint: Joint) -> str:
-    """The float32 scalar input ``loss_gradient``, cast and reshaped to the loss where that is another type."""
-    seed = joint.seed
-    if seed.dtype == ir.DataType.FLOAT and seed.shape is not None and len(seed.shape) == 0:
-        graph.inputs.append(seed)
-        return str(seed.name)
-    scalar = ir.Value(name=seed.name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(()))
-    seed.name = None
-    graph.inputs.append(scalar)
-    assert seed.shape is not None and seed.dtype is not None
-    axes = ir.tensor(np.arange(len(seed.shape)), name=f"{scalar.name}.axes")
-    axes_value = ir.Value(name=axes.name, type=ir.TensorType(axes.dtype), shape=ir.Shape(axes.shape), const_value=axes)
-    graph.register_initializer(axes_value)
-    cast = ir.node("Cast", [scalar], {"to": seed.dtype}, name=f"{scalar.name}.cast")
-    shaped = ir.node("Unsqueeze", [cast.outputs[0], axes_value], name=f"{scalar.name}.shaped")
-    for node in (cast, shaped):
-        stamp(node, "from-onnx")
-        node.outputs[0].name = node.name
-    ir.convenience.replace_all_uses_with(seed, shaped.outputs[0])
-    graph.insert_before(graph[0], [cast, shaped])
-    return str(scalar.name)

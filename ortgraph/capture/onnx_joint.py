@@ -86,7 +86,7 @@ def _copy_for_builder(
         copied.name, node_of[f"n{i}"] = f"n{i}", original
     free = {i: _detach(graph, copies[i]) for i, value in enumerate(values) if value in cut}
     graph.outputs[:] = [copy_of[loss]]
-    keep_only(graph, copy_of[loss])
+    keep_outputs(graph, [copy_of[loss]])
     lift_weights(graph, parameters)
     for value in graph.initializers.values():  # a tensor is renamed with its value; the user's stay as they are
         if value.const_value is not None:
@@ -102,14 +102,14 @@ def _copy_for_builder(
     return proto, node_of
 
 
-def keep_only(graph: ir.Graph, value: ir.Value) -> None:
-    """Remove the nodes and initializers that ``value`` does not need. Optional outputs stay."""
-    needed = needed_nodes(value)
+def keep_outputs(graph: ir.Graph, outputs: Sequence[ir.Value]) -> None:
+    """Remove the nodes and initializers that none of ``outputs`` needs. Optional outputs of nodes stay."""
+    needed = needed_nodes(*outputs)
     for node in reversed(graph):
         if node not in needed:
             graph.remove(node, safe=True)
     for name, initializer in list(graph.initializers.items()):
-        if not initializer.uses() and initializer is not value:
+        if not initializer.uses() and initializer not in outputs:
             del graph.initializers[name]
 
 

@@ -1,0 +1,153 @@
+"""On-device artifacts: what is read trains, what is written trains to the same losses as the original."""
+
+from __future__ import annotations
+
+import pathlib
+
+import numpy as np
+import onnx
+import pytest
+
+from ortgraph.capture.artifacts import OptimizerSpec, read_artifacts, write_artifacts
+from ortgraph.capture.from_onnx import from_onnx
+from ortgraph.errors import InputError, UnsupportedError
+
+api = pytest.importorskip("onnxruntime.training.api")
+artifacts = pytest.importorskip("onnxruntime.training.artifacts")
+
+
+def _values() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    shapes = {"table": (7, 4), "scale": (4,), "bias": (4,), "w": (4, 3), "fixed": (3,)}
+    return {k: rng.standard_normal(s).astype(np.float32) for k, s in shapes.items()}
+
+
+def _forward(onnx_tools) -> onnx.ModelProto:
+    values = _values()
+    inputs = ", ".join(f"float[{','.join(map(str, v.shape))}] {k}" for k, v in values.items())
+    text = f"""g (int64[N] x, {inputs}) => (float[N,3] output) {{
+        e = Gather(table, x) n, m, i = LayerNormalization(e, scale, bias) h = Relu(n) o = MatMul(h, w)
+        output = Add(o, fixed) }}"""
+    return onnx_tools.make_model(text, opset=17, **values)
+
+
+@pytest.fixture
+def original(tmp_path, onnx_tools):
+    """An artifact folder made by ONNX Runtime: a frozen parameter, an embedding, a layer norm."""
+
+    def make(optimizer: str) -> pathlib.Path:
+        folder = tmp_path / f"original-{optimizer}"
+        folder.mkdir()
+        artifacts.generate_artifacts(
+            _forward(onnx_tools), requires_grad=["table", "scale", "bias", "w"], frozen_params=["fixed"],
+            loss=artifacts.LossType.CrossEntropyLoss, optimizer=artifacts.OptimType[optimizer],
+            artifact_directory=str(folder), prefix="",
+        )  # fmt: skip
+        return folder
+
+    return make
+
+
+def _mended(folder: pathlib.Path) -> pathlib.Path:
+    """ONNX Runtime writes its optimizer model at an IR version that it refuses itself."""
+    path = folder / "optimizer_model.onnx"
+    model = onnx.load_model(path)
+    model.ir_version = 8
+    onnx.save_model(model, path)
+    return folder
+
+
+def _train(folder: pathlib.Path, micro_batches: int = 1) -> tuple[list[float], float, dict[str, np.ndarray]]:
+    state = api.CheckpointState.load_checkpoint(str(folder / "checkpoint"))
+    module = api.Module(str(folder / "training_model.onnx"), state, str(folder / "eval_model.onnx"))
+    optimizer = api.Optimizer(str(folder / "optimizer_model.onnx"), module)
+    optimizer.set_learning_rate(0.05)
+    rng = np.random.default_rng(1)
+    losses = []
+    module.train()
+    for _ in range(4):
+        for _ in range(micro_batches):
+            losses.append(float(np.asarray(module(rng.integers(0, 7, 6), rng.integers(0, 3, 6))).reshape(-1)[0]))
+        optimizer.step()
+        module.lazy_reset_grad()
+    module.eval()
+    evaluated = float(np.asarray(module(rng.integers(0, 7, 5), rng.integers(0, 3, 5))).reshape(-1)[0])
+    return losses, evaluated, {name: np.array(p.data) for name, p in state.parameters}
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_round_trip_trains_to_the_same_losses(optimizer, micro_batches, original, tmp_path):
+    source = original(optimizer)
+    before = {p.name: p.read_bytes() for p in source.iterdir()}
+    graph = read_artifacts(source)
+    assert {p.name for p in graph.signature.trainable} == {"table", "scale", "bias", "w"}
+    assert [p.name for p in graph.signature.parameters if not p.trainable] == ["fixed"]
+    assert graph.signature.inputs == ("x", "labels")
+    written = write_artifacts(graph, tmp_path / "written")
+    assert {p.name: p.read_bytes() for p in source.iterdir()} == before, "the input folder was touched"
+    want, got = _train(_mended(source), micro_batches), _train(written, micro_batches)
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-5)
+    assert got[2].keys() == want[2].keys()
+    for name, value in want[2].items():
+        np.testing.assert_allclose(got[2][name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+    assert len(set(want[0])) > 4 * micro_batches - 1, "nothing was trained"
+
+
+def test_gradients_of_a_read_graph_equal_those_of_the_forward_model(original, onnx_tools):
+    graph = read_artifacts(original("AdamW"))
+    again = from_onnx(_forward(onnx_tools), "cross_entropy", ["table", "scale", "bias", "w"])
+    rng = np.random.default_rng(4)
+    batch = {"x": rng.integers(0, 7, 6), "labels": rng.integers(0, 3, 6)}
+    for threads in (1, 2):
+        got, want = onnx_tools.run_graph(graph, batch, threads), onnx_tools.run_graph(again, batch, threads)
+        np.testing.assert_allclose(got[graph.signature.loss], want["loss"], rtol=1e-6)
+        for name in ("table", "scale", "bias", "w"):
+            onnx_tools.assert_close(got[f"{name}.grad"], want[f"{name}.grad"].astype(np.float64), name, 1e-6)
+
+
+def test_the_seed_scales_every_gradient(original, onnx_tools):
+    graph = read_artifacts(original("AdamW"))
+    batch = {"x": np.arange(6) % 7, "labels": np.arange(6) % 3}
+    one, half = onnx_tools.run_graph(graph, batch), onnx_tools.run_graph(graph, batch, seed=0.5)
+    np.testing.assert_allclose(half["w.grad"], 0.5 * one["w.grad"], rtol=1e-6)
+
+
+def test_dropout_and_batch_norm_become_the_runtimes_own(tmp_path, onnx_tools):
+    values = {"w": np.ones((1, 4, 1, 1), np.float32), "s": np.ones(4, np.float32), "b": np.zeros(4, np.float32),
+              "mean": np.zeros(4, np.float32), "var": np.ones(4, np.float32)}  # fmt: skip
+    inputs = ", ".join(f"float[{','.join(map(str, v.shape))}] {k}" for k, v in values.items())
+    text = f"""g (float[8,4,3,3] x, {inputs}) => (float loss) {{ t = Constant<value=bool {{1}}>()
+        r = Constant<value=float {{0.5}}>() m = Mul(x, w) n = BatchNormalization<momentum=0.9>(m, s, b, mean, var)
+        d = Dropout(n, r, t) q = Mul(d, d) loss = ReduceMean<keepdims=0>(q) }}"""
+    graph = from_onnx(onnx_tools.make_model(text, **values), "loss")
+    folder = write_artifacts(graph, tmp_path / "made", OptimizerSpec("SGDOptimizerV2"))
+    state = api.CheckpointState.load_checkpoint(str(folder / "checkpoint"))
+    module = api.Module(str(folder / "training_model.onnx"), state, str(folder / "eval_model.onnx"))
+    x = np.random.default_rng(0).standard_normal((8, 4, 3, 3)).astype(np.float32) + 2.0
+    module.train()
+    losses = [float(np.asarray(module(x)).reshape(-1)[0]) for _ in range(3)]
+    assert len(set(losses)) == 3, "dropout drew the same mask"
+    mean = np.array(state.parameters["mean"].data)
+    batch_mean, want = x.mean((0, 2, 3)), np.zeros(4)
+    for _ in range(3):
+        want = 0.9 * want + 0.1 * batch_mean
+    np.testing.assert_allclose(mean, want, rtol=1e-4)
+    module.eval()
+    first, second = (float(np.asarray(module(x)).reshape(-1)[0]) for _ in range(2))
+    assert first == second, "evaluation draws"
+
+
+def test_errors(tmp_path, original, onnx_tools):
+    with pytest.raises(InputError, match="training_model.onnx"):
+        read_artifacts(tmp_path / "absent")
+    graph = read_artifacts(original("SGD"))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("mine")
+    with pytest.raises(InputError, match="not an empty folder"):
+        write_artifacts(graph, tmp_path / "full")
+    with pytest.raises(UnsupportedError, match="Lamb"):
+        write_artifacts(graph, tmp_path / "new", OptimizerSpec("LambOptimizer"))
+    assert not (tmp_path / "new").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["full", "original-SGD"]

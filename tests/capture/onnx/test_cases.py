@@ -1,0 +1,330 @@
+"""The classes of models that broke other tools: each differentiates rightly, or is refused by one clear error."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+from ortgraph.capture.differentiate import differentiate
+from ortgraph.capture.from_onnx import from_onnx
+from ortgraph.errors import CaptureError, InputError, UnsupportedError
+from ortgraph.graph import load
+
+W = np.linspace(-1.0, 1.0, 12).reshape(4, 3).astype(np.float32)
+HEAD = "g (float[5,4] x, float[4,3] w"
+TAIL = " f = Sin(y) loss = ReduceMean<keepdims=0>(f) }"
+BATCH = {"x": np.random.default_rng(0).standard_normal((5, 4)).astype(np.float32)}
+
+
+@pytest.mark.parametrize("scale", ["scale", "scale, bias"])
+def test_1_one_output_layer_norm_and_mask_less_dropout(scale, onnx_tools):
+    text = (
+        HEAD
+        + f", float[3] scale, float[3] bias) => (float loss) {{ h = MatMul(x, w) n = LayerNormalization({scale}) y = Dropout(n)".replace(
+            "(scale", "(h, scale"
+        )
+        + TAIL
+    )
+    values = {"w": W, "scale": np.array([1.0, -2.0, 0.5], np.float32), "bias": np.zeros(3, np.float32)}
+    names = ["w", *scale.split(", ")]
+    graph = onnx_tools.check_model(
+        onnx_tools.make_model(text, opset=17, **values), BATCH, trainable=names, tolerance=5e-5
+    )
+    assert graph.graph.opset_imports[""] == 18
+
+
+def test_2_integers_among_the_initializers_are_frozen_by_themselves(onnx_tools):
+    text = (
+        HEAD
+        + ", int64[2] shape, int64[1] axes) => (float loss) { h = MatMul(x, w) r = Reshape(h, shape) y = Unsqueeze(r, axes)"
+        + TAIL
+    )
+    values = {"w": W, "shape": np.array([3, -1]), "axes": np.array([0])}
+    for trainable in (None, ["*"], ["w", "shape", "axes"]):
+        graph = onnx_tools.check_model(onnx_tools.make_model(text, **values), BATCH, trainable=trainable)
+        assert [p.name for p in graph.signature.parameters] == ["w"]
+
+
+def test_3_a_trainable_name_that_nothing_reads_warns(onnx_tools):
+    text = (
+        HEAD + ", float[7] spare, float[4,3] dead) => (float loss) { y = MatMul(x, w) unused = Mul(dead, dead)" + TAIL
+    )
+    model = onnx_tools.make_model(text, w=W, spare=np.ones(7, np.float32), dead=W)
+    with pytest.warns(UserWarning, match="spare"):
+        graph = from_onnx(model, "loss", ["w", "spare"])
+    assert [p.name for p in graph.signature.trainable] == ["w"]
+    with pytest.warns(UserWarning, match="dead"):
+        graph = from_onnx(model, "loss", ["w", "dead"])
+    assert [p.name for p in graph.signature.trainable] == ["w"]
+    with pytest.raises(InputError, match="spair.*names no weight") as error:
+        from_onnx(model, "loss", ["w", "spair"])
+    assert "close" in error.value.hint
+
+
+def test_4_running_statistics_are_buffers_even_when_listed(onnx_tools):
+    values = {
+        "s": np.ones(3, np.float32),
+        "b": np.zeros(3, np.float32),
+        "mean": np.ones(3, np.float32),
+        "var": np.ones(3, np.float32),
+    }
+    text = (
+        HEAD
+        + "".join(f", float[3] {k}" for k in values)
+        + ") => (float loss) { h = MatMul(x, w) y = BatchNormalization(h, s, b, mean, var)"
+        + TAIL
+    )
+    model = onnx_tools.make_model(text, w=W, **values)
+    for trainable in (None, ["w", "s", "b", "mean", "var"], ["*"]):
+        signature = from_onnx(model, "loss", trainable).signature
+        assert [p.name for p in signature.parameters] == ["w", "s", "b"]
+        assert [(b.name, b.update is not None) for b in signature.buffers] == [("mean", True), ("var", True)]
+
+
+def test_7_outputs_keep_their_names_and_values(onnx_tools):
+    text = HEAD + ") => (float[5,3] output, float[5,4] hidden) { hidden = Sin(x) output = MatMul(hidden, w) }"
+    graph = from_onnx(onnx_tools.make_model(text, w=W), "cross_entropy", output="output")
+    assert graph.signature.outputs == ("output", "hidden")
+    outputs = onnx_tools.run_graph(graph, {**BATCH, "labels": np.array([0, 1, 2, 1, 0])})
+    np.testing.assert_allclose(outputs["output"], np.sin(BATCH["x"]) @ W, rtol=1e-5)
+    with pytest.raises(CaptureError, match="output="):
+        from_onnx(onnx_tools.make_model(text, w=W), "cross_entropy")
+
+
+def test_8_inference_operators_without_expansion_are_refused_by_name(onnx_tools):
+    text = (
+        "g (float[1,5,4] x, float[4,12] w, float[12] b) => (float loss) { [attend] y = com.microsoft.Attention<num_heads=2>(x, w, b)"
+        + TAIL
+    )
+    model = onnx_tools.make_model(text, w=np.ones((4, 12), np.float32), b=np.zeros(12, np.float32))
+    with pytest.raises(UnsupportedError, match="'attend'.*com.microsoft.Attention"):
+        from_onnx(model, "loss")
+
+
+@pytest.mark.parametrize("text", ["[bad] y = Det(q)", "[bad] y = com.example.Magic(h)"])
+def test_9_an_operator_without_gradient_is_refused_before_the_builder_sees_it(text, onnx_tools, monkeypatch):
+    monkeypatch.setattr("ortgraph.capture.onnx_joint.differentiate", lambda *a: pytest.fail("the builder was called"))
+    model = onnx_tools.make_model(
+        HEAD + ") => (float loss) { h = MatMul(x, w) t = Transpose(w) q = MatMul(t, w) " + text + TAIL, w=W
+    )
+    model.opset_import.append(onnx.helper.make_opsetid("com.example", 1))
+    with pytest.raises(UnsupportedError, match="'bad'.*has no gradient"):
+        from_onnx(model, "loss")
+
+
+@pytest.mark.parametrize("opset", [7, 9, 10, 11, 12, 13, 15, 17, 19, 20, 21])
+def test_10_any_opset_gives_the_same_gradients(opset, onnx_tools):
+    axes = "ReduceMean(y)" if opset >= 18 else "ReduceMean<axes=[0,1]>(y)"
+    text = (
+        HEAD
+        + f") => (float loss) {{ h = MatMul(x, w) s = Softmax<axis=1>(h) y = Mul(s, h) m = {axes} loss = Identity(m) }}"
+    )
+    model = onnx_tools.make_model(text, opset=opset, ir_version=3 if opset == 7 else 8, w=W)
+    if opset == 7:  # IR 3 lists initializers among the inputs too
+        model.graph.input.append(onnx.helper.make_tensor_value_info("w", onnx.TensorProto.FLOAT, [4, 3]))
+    outputs = onnx_tools.run_graph(from_onnx(model, "loss"), BATCH, 2)
+    w, x = torch.tensor(W, dtype=torch.float64, requires_grad=True), torch.tensor(BATCH["x"], dtype=torch.float64)
+    (torch.softmax(x @ w, 1) * (x @ w)).mean().backward()
+    onnx_tools.assert_close(outputs["w.grad"], w.grad.numpy(), "w")
+
+
+def test_11_functions_are_inlined_and_parameters_keep_their_names():
+    model = onnx.parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 18, "local" : 1]>
+        g (float[5,4] x) => (float loss) <float[4,3] block_weight = {1,2,3,4,5,6,7,8,9,10,11,12}>
+        { y = local.outer(x, block_weight) loss = ReduceMean<keepdims=0>(y) }
+        <domain: "local", opset_import: ["" : 18, "local" : 1]> inner (a) => (b) { t = Sin(a) b = Mul(t, t) }
+        <domain: "local", opset_import: ["" : 18, "local" : 1]> outer (a, w) => (b) { t = MatMul(a, w) b = local.inner(t) }
+    """)
+    graph = from_onnx(model, "loss")
+    assert [p.name for p in graph.signature.trainable] == ["block_weight"]
+    assert not graph.model.functions
+
+
+def _branches(condition: str, cond_text: str) -> str:
+    return (
+        HEAD
+        + f""") => (float loss) {{ {cond_text} h = MatMul(x, w)
+        [choose] y = If ({condition}) <then_branch = a () => (float[5,3] p) {{ p = Sin(h) }},
+                                       else_branch = b () => (float[5,3] q) {{ q = Cos(h) }}>"""
+        + TAIL
+    )
+
+
+CONSTANT = {
+    "constant": "c = Constant<value=bool {0}>()",
+    "not": "d = Constant<value=bool {1}>() c = Not(d)",
+    "shape": "s = Shape(x) four = Constant<value_ints=[5,4]>() e = Equal(s, four) i = Cast<to=6>(e) z = ReduceMin<keepdims=0>(i) t = Cast<to=9>(z) c = Not(t)",
+}
+
+
+@pytest.mark.parametrize("name", CONSTANT)
+def test_12_a_constant_if_is_inlined(name, onnx_tools):
+    graph = from_onnx(onnx_tools.make_model(_branches("c", CONSTANT[name]), w=W), "loss")
+    assert not [n for n in graph.graph if n.op_type == "If"]
+    w, x = torch.tensor(W, dtype=torch.float64, requires_grad=True), torch.tensor(BATCH["x"], dtype=torch.float64)
+    torch.sin(torch.cos(x @ w)).mean().backward()
+    onnx_tools.assert_close(onnx_tools.run_graph(graph, BATCH)["w.grad"], w.grad.numpy(), "w")
+
+
+def test_12_dynamic_control_flow_is_refused_and_the_process_lives(onnx_tools):
+    text = "m = ReduceSum<keepdims=0>(x) zero = Constant<value=float {0.0}>() c = Greater(m, zero)"
+    with pytest.raises(UnsupportedError, match="'choose'.*If"):
+        from_onnx(onnx_tools.make_model(_branches("c", text), w=W), "loss")
+    text = (
+        HEAD
+        + """) => (float loss) { h = MatMul(x, w) n = Constant<value=int64 {3}>() go = Constant<value=bool {1}>()
+        [again] y = Loop (n, go, h) <body = b (int64 i, bool c, float[5,3] v) => (bool c2, float[5,3] v2) { c2 = Identity(c) v2 = Sin(v) }>"""
+        + TAIL
+    )
+    with pytest.raises(UnsupportedError, match="'again'.*Loop"):
+        from_onnx(onnx_tools.make_model(text, w=W), "loss")
+
+
+def test_12_control_flow_off_the_data_path_stays(onnx_tools):
+    text = (
+        HEAD
+        + """) => (float loss) { m = ReduceSum<keepdims=0>(x) zero = Constant<value=float {0.0}>() c = Greater(m, zero)
+        k = If (c) <then_branch = a () => (float[5,4] p) { p = Sin(x) }, else_branch = b () => (float[5,4] q) { q = Cos(x) }>
+        y = MatMul(k, w)"""
+        + TAIL
+    )
+    graph = from_onnx(onnx_tools.make_model(text, w=W), "loss")
+    w, x = torch.tensor(W, dtype=torch.float64, requires_grad=True), torch.tensor(BATCH["x"], dtype=torch.float64)
+    torch.sin((torch.sin(x) if x.sum() > 0 else torch.cos(x)) @ w).mean().backward()
+    onnx_tools.assert_close(onnx_tools.run_graph(graph, BATCH)["w.grad"], w.grad.numpy(), "w")
+
+
+def test_12_a_builder_that_dies_gives_one_error_naming_the_node(onnx_tools):
+    model = onnx_tools.make_model(
+        _branches("c", "m = ReduceSum<keepdims=0>(x) zero = Constant<value=float {0.0}>() c = Greater(m, zero)"), w=W
+    )
+    with pytest.raises(UnsupportedError, match="gradient builder cannot differentiate"):
+        differentiate(onnx.shape_inference.infer_shapes(model), "loss", ["w"])
+
+
+def test_14_saved_graphs_run_the_same_in_a_fresh_process(tmp_path, onnx_tools):
+    text = HEAD + ") => (float loss) { h = MatMul(x, w) y = Elu(h)" + TAIL
+    for opset in (13, 20, 21):
+        graph = from_onnx(onnx_tools.make_model(text, opset=opset, w=W), "loss")
+        want = onnx_tools.run_graph(graph, BATCH)
+        path = graph.save(tmp_path / f"train{opset}.onnx")
+        np.savez(tmp_path / "feeds.npz", **BATCH, **load(path).values, loss_gradient=np.float32(1))
+        code = (
+            "import sys, numpy as np, onnxruntime as o; f = dict(np.load(sys.argv[2]));"
+            "s = o.InferenceSession(sys.argv[1]); n = [v.name for v in s.get_outputs()];"
+            "np.savez(sys.argv[3], **dict(zip(n, s.run(None, f))))"
+        )
+        out = tmp_path / "out.npz"
+        subprocess.run([sys.executable, "-c", code, path, tmp_path / "feeds.npz", out], check=True, capture_output=True)
+        got = dict(np.load(out))
+        assert got.keys() == want.keys()
+        for name, value in want.items():
+            np.testing.assert_allclose(got[name], value, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("opset", [22, 23, 25])
+def test_15_newer_graphs_are_converted_down(opset, onnx_tools):
+    middle = "y = Swish(h)" if opset >= 24 else "y = RMSNormalization(h, s)" if opset == 23 else "y = Mul(h, s)"
+    text = HEAD + f", float[3] s) => (float loss) {{ h = MatMul(x, w) {middle}" + TAIL
+    model = onnx_tools.make_model(text, opset=opset, ir_version=12, w=W, s=np.array([1.0, 2.0, 3.0], np.float32))
+    graph = from_onnx(model, "loss", ["w"])
+    assert graph.graph.opset_imports[""] == 21 and graph.model.ir_version <= 10
+    w, x = torch.tensor(W, dtype=torch.float64, requires_grad=True), torch.tensor(BATCH["x"], dtype=torch.float64)
+    h, s = x @ w, torch.tensor([1.0, 2.0, 3.0])
+    y = torch.nn.functional.silu(h) if opset >= 24 else h * s
+    y = h / torch.sqrt((h * h).mean(-1, True) + 1e-5) * s if opset == 23 else y
+    torch.sin(y).mean().backward()
+    onnx_tools.assert_close(onnx_tools.run_graph(graph, BATCH)["w.grad"], w.grad.numpy(), "w", 5e-5)
+
+
+def test_15_what_cannot_be_converted_is_named(onnx_tools):
+    text = (
+        HEAD
+        + ") => (float loss) { h = MatMul(x, w) ax = Constant<value=int64 {1}>() [newest] y = CumProd(h, ax)"
+        + TAIL
+    )
+    with pytest.raises(UnsupportedError, match="'newest'.*CumProd.*newest supported opset is 21"):
+        from_onnx(onnx_tools.make_model(text, opset=26, ir_version=12, w=W), "loss")
+    model = onnx_tools.make_model(HEAD + ") => (float loss) { y = MatMul(x, w)" + TAIL, w=W)
+    model.opset_import[0].version = 99
+    with pytest.raises((UnsupportedError, InputError)):
+        from_onnx(model, "loss")
+
+
+def test_names_that_collide_with_the_builders_own(onnx_tools):
+    """Values called v3, x_grad, loss_grad or 1 in the model, and a parameter whose gradient name is taken."""
+    text = 'g (float[5,4] x, float[4,3] v3, float[4,3] "1") => (float loss, float[4,3] "v3.grad") { "v3.grad" = Mul(v3, "1") loss_grad = MatMul(x, "v3.grad") y = Sin(loss_grad) v3_grad = Mul(y, y) v0 = Neg(v3_grad) loss = ReduceMean<keepdims=0>(v0) }'
+    model = onnx_tools.make_model(text, v3=W, **{"1": W + 0.5})
+    graph = from_onnx(model, "loss")
+    gradients = graph.signature.gradients
+    assert gradients["v3"] != "v3.grad" and len({v.name for v in graph.graph.outputs}) == len(graph.graph.outputs)
+    outputs = onnx_tools.run_graph(graph, BATCH)
+    _, want = onnx_tools.central_differences(model, "loss", BATCH, ["v3", "1"])
+    for name in ("v3", "1"):
+        onnx_tools.assert_close(outputs[gradients[name]], want[name], name)
+
+
+def test_the_callers_model_is_never_changed(onnx_tools):
+    model = onnx_tools.make_model(HEAD + ") => (float loss) { h = MatMul(x, w) y = Mul(h, h)" + TAIL, w=W)
+    before = model.SerializeToString()
+    from_onnx(model, "loss")
+    assert model.SerializeToString() == before
+
+
+def test_one_weight_read_twice_by_one_node(onnx_tools):
+    onnx_tools.check_model(onnx_tools.make_model("g (float[4,3] w) => (float loss) { y = Mul(w, w)" + TAIL, w=W), {})
+
+
+def test_two_captures_give_the_same_text(onnx_tools):
+    text = (
+        HEAD
+        + ", float[4,3] u) => (float loss) { a = MatMul(x, w) b = MatMul(x, u) c = Mul(a, b) d = Add(a, c) e = Mul(d, b) y = Add(e, a)"
+        + TAIL
+    )
+    model = onnx_tools.make_model(text, w=W, u=W + 1)
+    assert from_onnx(model, "loss").text() == from_onnx(model, "loss").text()
+
+
+def test_a_repeated_embedding_row_sums_the_same_way_every_run(onnx_tools):
+    text = "g (int64[N] i, float[5,8] table) => (float loss) { e = Gather(table, i) y = Mul(e, e)" + TAIL
+    table = np.random.default_rng(0).standard_normal((5, 8)).astype(np.float32)
+    graph = from_onnx(onnx_tools.make_model(text, table=table), "loss")
+    assert [n.op_type for n in graph.graph if n.op_type in ("GatherGrad", "EmbeddingGrad")] == ["EmbeddingGrad"]
+    index = np.random.default_rng(1).integers(-5, 5, 4000)
+    runs = [onnx_tools.run_graph(graph, {"i": index}, 2)["table.grad"] for _ in range(5)]
+    assert all(np.array_equal(runs[0], run) for run in runs)
+    t = torch.tensor(table, dtype=torch.float64, requires_grad=True)
+    torch.sin(t[torch.tensor(index)] ** 2).mean().backward()
+    onnx_tools.assert_close(runs[0], t.grad.numpy(), "table")
+
+
+def test_a_gradient_that_would_miss_a_term_is_refused(onnx_tools):
+    text = HEAD + ") => (float loss) { h = MatMul(x, w) a = Abs(h) [power] y = Pow(a, h)" + TAIL
+    with pytest.raises(UnsupportedError, match="'power'.*input 1 of Pow"):
+        from_onnx(onnx_tools.make_model(text, w=W), "loss")
+
+
+def test_scalars_train_only_when_named(onnx_tools):
+    text = HEAD + ", float t) => (float loss) { h = MatMul(x, w) y = Mul(h, t)" + TAIL
+    model = onnx_tools.make_model(text, w=W, t=np.float32(1.5))
+    assert [p.name for p in from_onnx(model, "loss").signature.parameters] == ["w"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        graph = onnx_tools.check_model(model, BATCH, trainable=["w", "t"])
+    assert [p.name for p in graph.signature.parameters] == ["w", "t"]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [("absent.onnx", "no such file"), (b"not a model", "not a readable ONNX model"), (3, "takes a path")],
+)
+def test_unreadable_sources(source, message):
+    with pytest.raises(InputError, match=message):
+        from_onnx(source)
