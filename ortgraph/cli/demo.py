@@ -26,6 +26,11 @@ _AMD = (
     "PyTorch's float32 products take MKL's slow path on AMD processors unless MKL is told otherwise: that is part of "
     "the speed-up. `python -m bench.step` compares with PyTorch at its best setting."
 )
+_BUSY_SHARE = 0.5  # of the cores: above this other programs share them
+_BUSY = (
+    "The machine is busy (load {load:.1f} on {cores} cores): step times say little, PyTorch's least of all, since its "
+    "threads wait for each other in a loop."
+)
 
 _QUICK = typer.Option("--quick", help="A minute instead of five: fewer steps.")
 _OUT = typer.Option("--out", metavar="DIR", help="Where to write graphs and report.")
@@ -48,7 +53,12 @@ def run(
     detect_runtime()
     _prepare(folder)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    from ortgraph.cli.demo_run import Plan
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    busy = [_BUSY.format(load=load, cores=cores)] if load > _BUSY_SHARE * cores else []
+    for remark in busy:
+        out.note(remark)
+    with out.progress("starting PyTorch"):
+        from ortgraph.cli.demo_run import Plan
 
     limited = quick and steps is None
     plan = Plan(
@@ -60,8 +70,9 @@ def run(
         threads=threads or cores,
     )
     outcome = _measure(out, plan, folder)
-    _write(folder, outcome)
-    _show(out, outcome, folder)
+    remarks = [*busy, *_processor_remarks()]
+    _write(folder, outcome, remarks)
+    _show(out, outcome, folder, remarks)
     out.result(outcome["result"])
 
 
@@ -157,24 +168,24 @@ def _check_gradients(errors: dict[str, dict[str, float]]) -> float:
     return worst
 
 
-def _write(folder: pathlib.Path, outcome: dict[str, Any]) -> None:
+def _write(folder: pathlib.Path, outcome: dict[str, Any], remarks: list[str]) -> None:
     from ortgraph.report.comparison import comparison_page
 
     options.write_text(folder / "result.json", json.dumps(outcome["result"], indent=1) + "\n")
     page = comparison_page(
-        outcome["result"], outcome["optimized"], outcome["before"], outcome["errors"], outcome["curves"], _remarks()
+        outcome["result"], outcome["optimized"], outcome["before"], outcome["errors"], outcome["curves"], remarks
     )
     options.write_text(folder / "report.html", page)
 
 
-def _remarks() -> list[str]:
+def _processor_remarks() -> list[str]:
     from ortgraph.cli.doctor import processor_name
 
     name = processor_name()
     return [f"Processor: {name}.", *([_AMD] if "AMD" in name else [])]
 
 
-def _show(out: Output, outcome: dict[str, Any], folder: pathlib.Path) -> None:
+def _show(out: Output, outcome: dict[str, Any], folder: pathlib.Path, remarks: list[str]) -> None:
     from ortgraph.manager.optimize import count_operators
     from ortgraph.report import tables
 
@@ -183,7 +194,7 @@ def _show(out: Output, outcome: dict[str, Any], folder: pathlib.Path) -> None:
     out.table("Nodes of one training step", columns, rows[:_SHOWN_OPERATORS], right=(1, 2, 3))
     for name, text in _summary(outcome["result"], outcome["curves"]):
         out.say(f"{name:<15} {text}")
-    for remark in _remarks():
+    for remark in remarks:
         out.say(remark)
     out.say(f"wrote {folder / 'report.html'} and the graphs beside it")
 

@@ -10,7 +10,7 @@ import typer
 
 from ortgraph.cli import options
 from ortgraph.cli.output import FAILED, Output, verb
-from ortgraph.graph import TrainingGraph, load
+from ortgraph.graph import TrainingGraph
 
 
 @verb
@@ -25,7 +25,7 @@ def run(
     from ortgraph.report import tables
 
     out = Output(as_json)
-    a, b = load(first), load(second)
+    a, b = options.read_graph(out, first), options.read_graph(out, second)
     roles = _role_rows(a, b)
     counts = [dict(tables.operator_rows(g)) for g in (a, b)]
     operators = [r for r in tables.operator_change_rows(*counts) if r[3]]

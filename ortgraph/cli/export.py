@@ -9,8 +9,8 @@ import typer
 
 from ortgraph.cli import options
 from ortgraph.cli.output import Output, verb
-from ortgraph.errors import InputError
-from ortgraph.graph import TrainingGraph
+from ortgraph.errors import CaptureError, InputError
+from ortgraph.graph import TrainingGraph, load
 
 _INPUT = typer.Argument(metavar="FILE.py:BUILD|MODEL.onnx", help="A build function, or a forward model in ONNX.")
 _OUTPUT = typer.Option("-o", "--output", metavar="OUT", help="The training graph to write (.onnx).")
@@ -71,8 +71,13 @@ def _from_onnx(
         raise InputError("--dynamic goes with a build file", "an ONNX model brings its own symbolic dimensions")
     if not path.is_file():
         raise InputError(f"{path}: no such file", "check the path")
-    with out.progress(f"differentiating {path}"):
-        return from_onnx(path, loss=loss, trainable=trainable or None, output=loss_on, opset=opset)
+    try:
+        with out.progress(f"differentiating {path}"):
+            return from_onnx(path, loss=loss, trainable=trainable or None, output=loss_on, opset=opset)
+    except CaptureError as error:
+        if load(path).has_signature:
+            raise InputError(f"{path}: is a training graph already", f"ortgraph optimize {path} -o OUT.onnx") from error
+        raise
 
 
 def _show(out: Output, graph: TrainingGraph, output: pathlib.Path) -> None:

@@ -19,11 +19,10 @@ def run(
     as_json: bool = options.JSON,
 ) -> None:
     """Show stage, inputs, outputs, parameters, states, operators and memory of a graph."""
-    from ortgraph.graph import load
     from ortgraph.report import tables
 
     out = Output(as_json)
-    graph = load(path)
+    graph = options.read_graph(out, path)
     if text:
         out.say(graph.text())
         out.result({"path": str(path), "text": graph.text()})

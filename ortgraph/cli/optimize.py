@@ -11,7 +11,6 @@ from ortgraph.cli import options
 from ortgraph.cli.optimize_run import LEVELS, Request, apply, explained, find_culprit, make_request, show
 from ortgraph.cli.output import FAILED, Output, verb
 from ortgraph.errors import InputError
-from ortgraph.graph import load
 
 _IN = typer.Argument(metavar="IN", help="A training graph (.onnx), or a folder of on-device artifacts.")
 _OUT = typer.Option("-o", "--output", metavar="OUT", help="Where to write; a folder when IN is one.")
@@ -60,10 +59,25 @@ def run(
     if report is not None:
         options.check_output(report, [path], suffix=".html", force=force)
     if path.is_dir():
-        _optimize_folder(out, path, output, request, force)
-        return
-    graph = load(path)
-    stage = graph.stage  # a file without signature is refused here
+        result = _folder(out, path, output, request)
+    else:
+        result = _file(out, path, output, request, bisect, force)
+    assert output is not None
+    if report is not None:
+        options.write_text(report, _page(path, result, request.verify))
+    show(out, result, request, time_passes)
+    out.say(f"wrote {output}, stage {result.graph.stage}, verified: {request.verify}")
+    data = {**result.report.to_dict(), "verified": request.verify, "output": str(output), "stage": result.graph.stage}
+    if request.explain is not None:
+        data["explain"] = explained(request.explain, result.report.passes)
+    out.result(data)
+
+
+def _file(
+    out: Output, path: pathlib.Path, output: pathlib.Path | None, request: Request, bisect: bool, force: bool
+) -> Any:
+    graph = options.read_graph(out, path)
+    _ = graph.stage  # a file without signature is refused here
     if output is not None:
         options.check_output(output, [path, path.with_suffix(".safetensors")], suffix=".onnx", force=force)
     options.named_sizes(graph, request.sizes)
@@ -74,30 +88,19 @@ def run(
             raise typer.Exit(FAILED if culprit is not None else 0)
     result = apply(out, graph, request)
     assert output is not None
-    page = None if report is None else _page(path, result, request.verify)
     options.save_graph(result.graph, output)
-    if report is not None and page is not None:
-        options.write_text(report, page)
-    show(out, result, request, time_passes)
-    out.say(f"wrote {output} and {output.with_suffix('.safetensors').name}, stage {stage} → {result.graph.stage}")
-    out.say(f"verified: {request.verify}")
-    data = {**result.report.to_dict(), "verified": request.verify, "output": str(output), "stage": result.graph.stage}
-    if request.explain is not None:
-        data["explain"] = explained(request.explain, result.report.passes)
-    out.result(data)
+    return result
+
+
+def _folder(out: Output, source: pathlib.Path, output: pathlib.Path | None, request: Request) -> Any:
+    from ortgraph.cli import artifact_folder
+
+    if output is None:
+        raise InputError("--bisect takes a graph, not a folder", "bisect a training graph")
+    return artifact_folder.optimize(out, source, output, request)
 
 
 def _page(source: pathlib.Path, result: Any, verified: str) -> str:
     from ortgraph.report.optimization import optimization_page
 
     return optimization_page(str(source), result.graph, result.report, verified)
-
-
-def _optimize_folder(
-    out: Output, source: pathlib.Path, output: pathlib.Path | None, request: Request, force: bool
-) -> None:
-    from ortgraph.cli import artifact_folder
-
-    if output is None:
-        raise InputError("--bisect takes a graph, not a folder", "bisect the folder's training_model.onnx")
-    artifact_folder.optimize(out, source, output, request, force)

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import typer
 
+from ortgraph.cli.output import Output
 from ortgraph.errors import InputError, PipelineSyntaxError
-from ortgraph.graph import TrainingGraph
+from ortgraph.graph import TrainingGraph, load
 
 JSON = typer.Option(False, "--json", help="Print one JSON object as the last line of stdout.")
 FORCE = typer.Option(False, "--force", help="Allow OUT to replace an input.")
@@ -142,8 +143,35 @@ def check_output(
     return path
 
 
+def check_folder(path: pathlib.Path) -> None:
+    """Refuse a folder that cannot be made or written, before any work is done.
+
+    Raises:
+        InputError: Its parent is missing, or one of them may not be written.
+    """
+    parent = path.absolute().parent
+    if path.exists() and not path.is_dir():
+        raise InputError(f"{path}: is a file", "give a folder")
+    if not parent.is_dir():
+        raise InputError(f"{parent}: no such folder", f"mkdir -p {parent}")
+    if not os.access(path if path.is_dir() else parent, os.W_OK):
+        raise InputError(f"{path}: cannot be written (permission denied)", "give another folder")
+
+
 def _same(a: pathlib.Path, b: pathlib.Path) -> bool:
     return a.resolve() == b.resolve() or (a.exists() and b.exists() and a.samefile(b))
+
+
+def read_graph(out: Output, path: pathlib.Path) -> TrainingGraph:
+    """``load`` with a spinner: a large file takes seconds.
+
+    Raises:
+        InputError: See ``ortgraph.load``; also when the path is a folder.
+    """
+    if path.is_dir():
+        raise InputError(f"{path}: is a folder, not an .onnx file", "name the file in it")
+    with out.progress(f"reading {path}"):
+        return load(path)
 
 
 def write_text(path: pathlib.Path, text: str) -> None:

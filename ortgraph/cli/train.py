@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import pathlib
 import statistics
@@ -55,6 +56,8 @@ def run(
         raise InputError("--resume and --save-every need a folder", "--checkpoint DIR")
     if resume and checkpoint is not None and not checkpoint.is_dir():
         raise InputError(f"{checkpoint}: no such checkpoint", "train without --resume first")
+    if checkpoint is not None:
+        options.check_folder(checkpoint)
     if export_inference is not None:
         options.check_output(export_inference, [], suffix=".onnx")
     chosen = options.parse_optimizer(optimizer)
@@ -63,14 +66,30 @@ def run(
     if resume:
         session.load_checkpoint(checkpoint)
         out.say(f"resumed {checkpoint} at step {session.steps}")
-    save = (lambda: session.save_checkpoint(checkpoint)) if checkpoint is not None else None
+    save = None if checkpoint is None else functools.partial(_save, session, checkpoint)
     losses, milliseconds = _train(out, spec, session, steps, batches, save, save_every)
     if save is not None:
         save()
     if export_inference is not None:
-        session.export_inference(export_inference)
+        _export(session, export_inference)
     scores = evaluate(spec, session)
     _show(out, losses, milliseconds, session, scores, report, checkpoint)
+
+
+def _export(session: Any, path: pathlib.Path) -> None:
+    try:
+        session.export_inference(path)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror or error})", "give another path") from error
+
+
+def _save(session: Any, folder: pathlib.Path) -> None:
+    try:
+        session.save_checkpoint(folder)
+    except OSError as error:
+        raise InputError(
+            f"{folder}: cannot be written ({error.strerror or error})", "give another --checkpoint"
+        ) from error
 
 
 def _session(out: Output, target: str, chosen: Any, preset: str, threads: int | None) -> tuple[BuildSpec, Any, Any]:

@@ -10,7 +10,7 @@ import typer
 from ortgraph.cli import options
 from ortgraph.cli.output import FAILED, Output, verb
 from ortgraph.errors import InputError
-from ortgraph.graph import TrainingGraph, load
+from ortgraph.graph import TrainingGraph
 
 _LEVELS = ("structure", "signature", "types", "runtime", "numerics")
 _SHOWN = 20
@@ -37,13 +37,13 @@ def run(
     if (level == "numerics") != (reference is not None):
         raise InputError("level numerics and --reference go together", "--reference OTHER.onnx")
     sizes = options.parse_sizes(shapes)
-    graph = load(path)
+    graph = options.read_graph(out, path)
     found = rules.check(graph, "runtime" if level == "numerics" else level)
     out.table(f"{path}: broken invariants", ("invariant", "what"), [(v.rule, v.what) for v in found[:_SHOWN]])
     data: dict[str, Any] = {"level": level, "violations": [{"rule": v.rule, "what": v.what} for v in found]}
     ok = not found
     if reference is not None and ok:
-        compared = _compare(out, graph, load(reference), sizes, batch)
+        compared = _compare(out, graph, options.read_graph(out, reference), sizes, batch)
         ok, data["numerics"] = compared["equal"], compared
     if not graph.has_signature:
         out.say("no ortgraph signature: rules about roles were not checked")

@@ -98,10 +98,8 @@ def test_a_missing_import_shows_its_line(cli, tmp_path):
 
 
 def test_data_that_raises(tmp_path):
-    text = (
-        HEAD
-        + "def data():\n    yield batch\n    raise RuntimeError('disk')\ndef build(): return dict(module=module, batch=batch, data=data())"
-    )
+    data = "def data():\n    yield batch\n    raise RuntimeError('disk')\n"
+    text = HEAD + data + "def build(): return dict(module=module, batch=batch, data=data())"
     spec = load_build(str(write(tmp_path, text)))
     with pytest.raises(InputError, match="data: RuntimeError: disk"):
         list(spec.batches())

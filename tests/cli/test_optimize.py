@@ -177,3 +177,71 @@ def test_values_are_kept(cli, graph_file, tmp_path):
     want, got = load(graph_file).values, load(out).values
     for name, value in want.items():
         np.testing.assert_array_equal(got[name], value)
+
+
+@pytest.fixture
+def artifacts(tmp_path):
+    """A folder that ONNX Runtime's generator wrote."""
+    api = pytest.importorskip("onnxruntime.training.artifacts")
+    h = onnx.helper
+    rng = np.random.default_rng(0)
+    weights = [
+        onnx.numpy_helper.from_array(rng.standard_normal(s).astype(np.float32), n)
+        for n, s in (("w", (3, 2)), ("b", (2,)))
+    ]
+    x, y = (h.make_tensor_value_info(n, onnx.TensorProto.FLOAT, [4, k]) for n, k in (("x", 3), ("y", 2)))
+    graph = h.make_graph(
+        [h.make_node("MatMul", ["x", "w"], ["xw"]), h.make_node("Add", ["xw", "b"], ["y"])], "g", [x], [y], weights
+    )
+    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 17)], ir_version=8)
+    folder = tmp_path / "artifacts"
+    folder.mkdir()
+    api.generate_artifacts(
+        model,
+        requires_grad=["w", "b"],
+        loss=api.LossType.MSELoss,
+        optimizer=api.OptimType.AdamW,
+        artifact_directory=str(folder),
+    )
+    return folder
+
+
+def on_device_losses(folder, steps: int = 4) -> list[float]:
+    from onnxruntime.training import api
+
+    state = api.CheckpointState.load_checkpoint(folder / "checkpoint")
+    module = api.Module(folder / "training_model.onnx", state, folder / "eval_model.onnx")
+    optimizer = api.Optimizer(folder / "optimizer_model.onnx", module)
+    rng = np.random.default_rng(1)
+    x, y = (rng.standard_normal((4, k)).astype(np.float32) for k in (3, 2))
+    losses = []
+    for _ in range(steps):
+        module.train()
+        losses.append(float(module(x, y)))
+        optimizer.step()
+        module.lazy_reset_grad()
+    return losses
+
+
+def test_a_folder_of_artifacts(cli, artifacts, tmp_path):
+    out = tmp_path / "out"
+    ran = cli(
+        "optimize", artifacts, "-o", out, "-O2", "--verify", "numerics", "--report", tmp_path / "r.html", "--json"
+    )
+    assert ran.code == 0, ran.err
+    assert ran.json["verified"] == "numerics" and ran.json["stage"] == "optimized"
+    # The generator's own optimizer model has an IR version that the runtime refuses; the checkpoint is the same.
+    optimizer = onnx.load_model(artifacts / "optimizer_model.onnx")
+    optimizer.ir_version = 8
+    onnx.save_model(optimizer, artifacts / "optimizer_model.onnx")
+    losses = on_device_losses(out)
+    np.testing.assert_allclose(losses, on_device_losses(artifacts), rtol=1e-5)
+    assert losses[-1] < losses[0]
+
+
+def test_artifact_mistakes(cli, artifacts, tmp_path):
+    assert "training_model.onnx" in refused(cli, tmp_path, "-o", tmp_path / "out")
+    assert "not an empty folder" in refused(cli, artifacts, "-o", artifacts)
+    assert "own optimizer" in refused(cli, artifacts, "-o", tmp_path / "out", "--optimizer", "adamw")
+    assert "--bisect" in refused(cli, artifacts, "--bisect")
+    assert not (tmp_path / "out").exists()

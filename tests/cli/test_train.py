@@ -172,3 +172,8 @@ def test_a_torch_optimizer_is_refused(cli, build_file):
     target = edit(build_file, "AdamW(lr=1e-2)", "torch.optim.SGD(Net().parameters(), lr=1.0)")
     ran = cli("train", target)
     assert ran.code == 2 and "'optimizer' is SGD" in ran.err
+
+
+def test_a_training_graph_is_not_exported_again(cli, graph_file, tmp_path):
+    ran = cli("export", graph_file, "-o", tmp_path / "o.onnx", "--loss", "loss")
+    assert ran.code == 2 and "training graph already" in ran.err
