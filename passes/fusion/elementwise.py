@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 from ortgraph.ops.shapes import attribute
+from ortgraph.ops.spec import COMPOSITE
 from ortgraph.passes.fusion.operands import scalar
 
 Array = Any  # numpy array or float
+# A decomposed GELU's gradient holds them once raise-contrib has run.
+_COMPOSITES = frozenset({"ReluGrad", "SigmoidGrad", "TanhGrad"})
 _erf = np.vectorize(math.erf, otypes=[float])
 
 
@@ -52,20 +55,24 @@ _OPERATORS: dict[str, Callable[..., Array]] = {
     "Pow": lambda n, a, b: np.power(a, b),
     "Reciprocal": lambda n, x: 1.0 / x,
     "Relu": lambda n, x: np.maximum(x, 0.0),
+    "ReluGrad": lambda n, dy, y: np.where(y > 0.0, dy, 0.0),
     "Sigmoid": lambda n, x: 1.0 / (1.0 + np.exp(-np.asarray(x, dtype=float))),
+    "SigmoidGrad": lambda n, dy, y: dy * y * (1.0 - y),
     "Sign": lambda n, x: np.sign(x),
     "Softplus": lambda n, x: np.logaddexp(0.0, x),
     "Sqrt": lambda n, x: np.sqrt(x),
     "Sub": lambda n, a, b: a - b,
     "Sum": lambda n, *v: sum(v),
     "Tanh": lambda n, x: np.tanh(x),
+    "TanhGrad": lambda n, dy, y: dy * (1.0 - y * y),
     "Where": lambda n, c, a, b: np.where(c, a, b),
 }
 
 
 def is_elementwise(node: ir.Node) -> bool:
     """Whether the interpreter knows the operator."""
-    return node.domain in ("", "ai.onnx") and node.op_type in _OPERATORS and len(node.outputs) == 1
+    domains = (COMPOSITE,) if node.op_type in _COMPOSITES else ("", "ai.onnx")
+    return node.domain in domains and node.op_type in _OPERATORS and len(node.outputs) == 1
 
 
 def evaluate(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import ClassVar
@@ -12,7 +13,7 @@ import onnx_ir as ir
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.shapes import attribute
 from ortgraph.ops.spec import COMPOSITE
-from ortgraph.passes.fusion.operands import FLOAT32, axes_of, producer_of, rank, scalar
+from ortgraph.passes.fusion.operands import FLOAT32, axes_of, rank, scalar
 from ortgraph.passes.fusion.row_region import COLUMN, FULL, NEAR, ROW, TOLERANCE, RowRegion, difference, is_reduction
 
 from ortgraph.graph import Names, TrainingGraph
@@ -30,7 +31,7 @@ class FuseLayerNorm(RewritePass):
     Recognised by value (row_region.py): Pow or Mul, Sqrt and Div or Reciprocal, axes as attribute or input, all count.
     The mean and the inverse deviation become outputs of LayerNormalization, for the backward half. The gradient is
     found from dY and a LayerNormalization with three outputs; sums over rows of dY and dY x_hat join it as the
-    gradients of scale and bias.
+    gradients of scale and bias. A residual's gradient that is summed in the same node becomes an Add.
 
     Refuses when:
         the axes are not the last ones, or scale or bias is not shaped like them;
@@ -44,7 +45,8 @@ class FuseLayerNorm(RewritePass):
         changes, names, index = Changes(), Names(graph.graph), -1
         if not any(is_reduction(n) for n in graph.graph):
             return changes
-        for look in (_forward, _gradient):
+        # Whole layers before their core: x_hat, which the backward half may compute again, is one without parameters.
+        for look in (*(functools.partial(_forward, rows=n) for n in (2, 1, 0)), _gradient):
             for node in tuple(graph.graph)[::-1]:
                 if node.graph is None or node.domain not in ("", "ai.onnx") or node.op_type not in _ROOTS:
                     continue
@@ -70,6 +72,8 @@ class FuseLayerNorm(RewritePass):
             roles = match.facts["roles"]
             assert isinstance(roles, tuple)
             made = build.multi("LayerNormGrad", *inputs, outputs=1 + max(roles), domain=COMPOSITE, axis=axis)
+            if v["addend"] is not None:
+                made = (build.op("Add", made[0], v["addend"]), *made[1:])
         else:
             x, scale = v["x"], v["scale"]
             assert x is not None and x.shape is not None
@@ -93,20 +97,20 @@ def _layer_norm(x: np.ndarray, epsilon: float) -> tuple[np.ndarray, np.ndarray, 
     return (x - mean) * inv_std, mean, inv_std
 
 
-def _forward(node: ir.Node) -> Match | Refusal | None:
+def _forward(node: ir.Node, rows: int) -> Match | Refusal | None:
     region = RowRegion(node.outputs[0])
     reductions = [n for n in region.nodes if n.op_type == "ReduceMean" or n.op_type.startswith("ReduceSum")]
     if len(reductions) < 2 or not any(n.op_type in ("Sqrt", "Pow") for n in region.nodes):
         return None
     near: tuple[float, str] = (NEAR, "")
     for cut in region.cuts():
-        x, *rows = cut
-        if len(rows) > 2 or region.kind(x) != FULL or any(region.kind(r) != ROW for r in rows):
+        x, *parameters = cut
+        if len(parameters) != rows or any(region.kind(r) != ROW for r in parameters):
             continue
         inner = region.inside(cut)
         numbers = {scalar(v) for n in inner for v in n.inputs if v is not None}
         for epsilon in sorted(e for e in numbers if e is not None and 0.0 < e <= _LARGEST_EPSILON):
-            found = _compare(region, x, rows, epsilon)
+            found = _compare(region, x, parameters, epsilon)
             if isinstance(found, float):
                 near = min(near, (found, f"differs from LayerNormalization of %{x.name} by {found:.1e}"))
                 continue
@@ -123,7 +127,7 @@ def _compare(
     x_hat = _layer_norm(data, epsilon)[0]
     got = region.evaluate(region.root, {x: data, **samples})
     best = np.inf
-    for scale, bias in set(itertools.permutations([*rows, *[None] * (2 - len(rows))], 2)):
+    for scale, bias in dict.fromkeys(itertools.permutations([*rows, *[None] * (2 - len(rows))], 2)):
         want = x_hat * (1.0 if scale is None else samples[scale]) + (0.0 if bias is None else samples[bias])
         off = difference(got, want)
         if off <= TOLERANCE:
@@ -169,31 +173,45 @@ def _gradient(node: ir.Node) -> Match | Refusal | None:
     region = RowRegion(node.outputs[0])
     if len([n for n in region.nodes if is_reduction(n)]) < 2:
         return None
+    # A residual's gradient may be summed in the same node: it is then tried as an addend.
+    addends = [None, *dict.fromkeys(v for v in node.inputs if v is not None and node.op_type in ("Add", "Sum"))]
     near: tuple[float, str] = (NEAR, "")
     for norm in _norms_near(region):
-        x, scale = norm.inputs[:2]
-        assert x is not None and scale is not None
-        known = [x, scale, norm.outputs[1], norm.outputs[2]]
-        pinned = RowRegion(node.outputs[0], known)
-        best: Match | Refusal | None = None
-        if pinned.axes is None or pinned.axes != _axes(norm):
-            continue
-        for cut in pinned.cuts():
-            dy = cut[0]
-            if not set(cut[1:]) <= set(known):
-                continue
-            samples, plain = _gradient_samples(pinned, norm, dy)
-            x_hat, inv_std, data = plain
-            uses_scale = scale in cut[1:]
-            g = samples[dy] * (samples[scale] if uses_scale else 1.0)
-            want = inv_std * (g - g.mean(1, keepdims=True) - x_hat * (g * x_hat).mean(1, keepdims=True))
-            off = difference(pinned.evaluate(pinned.root, samples), want)
-            if off <= TOLERANCE:
-                best = _checked_gradient(pinned, norm, cut, uses_scale)  # the deepest: dY behind the scale
-            near = min(near, (off, f"differs from LayerNormGrad of %{dy.name} by {off:.1e}"))
-        if best is not None:
-            return best
+        for addend in addends:
+            found = _gradient_of(node, norm, addend)
+            if isinstance(found, Match):
+                return found
+            near = min(near, found)
     return Refusal(node.name or "", near[1]) if near[1] else None
+
+
+def _gradient_of(node: ir.Node, norm: ir.Node, addend: ir.Value | None) -> Match | tuple[float, str]:
+    """The gradient of ``norm``, plus ``addend``; else the smallest difference, in words."""
+    x, scale = norm.inputs[:2]
+    assert x is not None and scale is not None
+    known = [x, scale, norm.outputs[1], norm.outputs[2]]
+    pinned = RowRegion(node.outputs[0], [*known, *([addend] if addend is not None else [])])
+    near, best = (NEAR, ""), None
+    if pinned.axes is None or pinned.axes != _axes(norm) or (addend is not None and pinned.kind(addend) != FULL):
+        return near
+    for cut in pinned.cuts():
+        dy = cut[0]
+        rest = [v for v in cut[1:] if v is not addend]
+        if not set(rest) <= set(known) or (addend in cut) != (addend is not None):
+            continue
+        samples, (x_hat, inv_std) = _gradient_samples(pinned, norm, dy)
+        plus = 0.0
+        if addend is not None:
+            plus = samples[addend] = np.random.default_rng(19).standard_normal(x_hat.shape)
+        got = pinned.evaluate(pinned.root, samples)
+        for scaled in (scale, None):
+            g = samples[dy] * (1.0 if scaled is None else samples[scaled])
+            want = inv_std * (g - g.mean(1, keepdims=True) - x_hat * (g * x_hat).mean(1, keepdims=True)) + plus
+            off = difference(got, want)
+            if off <= TOLERANCE:
+                best = _checked_gradient(pinned, norm, cut, scaled, addend)  # the deepest: dY behind the scale
+            near = min(near, (off, f"differs from LayerNormGrad of %{dy.name} by {off:.1e}"))
+    return best if best is not None else near
 
 
 def _norms_near(region: RowRegion) -> list[ir.Node]:
@@ -227,23 +245,23 @@ def _gradient_samples(region: RowRegion, norm: ir.Node, dy: ir.Value):
         x: data, scale: region.sample(ROW, 5), norm.outputs[1]: mean, norm.outputs[2]: inv_std,
         dy: rng.standard_normal(data.shape),
     }  # fmt: skip
-    return samples, (x_hat, inv_std, data)
+    return samples, (x_hat, inv_std)
 
 
 def _checked_gradient(
-    region: RowRegion, norm: ir.Node, cut: tuple[ir.Value, ...], uses_scale: bool
-) -> Match | Refusal:  # fmt: skip
-    dy = cut[0]
-    x, scale = norm.inputs[:2]
+    region: RowRegion, norm: ir.Node, cut: tuple[ir.Value, ...], scale: ir.Value | None, addend: ir.Value | None
+) -> Match:  # fmt: skip
+    dy, x = cut[0], norm.inputs[0]
     values = {
-        "dy": dy, "x": x, "mean": norm.outputs[1], "inv_std": norm.outputs[2], "scale": scale if uses_scale else None,
+        "dy": dy, "x": x, "mean": norm.outputs[1], "inv_std": norm.outputs[2],
+        "scale": scale, "addend": addend,
     }  # fmt: skip
     nodes, outputs, roles = list(region.inside(cut)), [region.root], [0]
     axes = region.axes
     assert axes is not None and x is not None
     if len(axes) < (rank(x) or 0):
-        for role, part in enumerate((_scale_sum(region, norm, dy), _row_sum(dy, axes)), start=1):
-            if part is not None:
+        for role, parts in enumerate((_scale_sums(region, norm, dy), _row_sums(dy, axes)), start=1):
+            for part in parts[:1]:
                 nodes += part
                 outputs.append(part[-1].outputs[0])
                 roles.append(role)
@@ -251,32 +269,37 @@ def _checked_gradient(
     return Match(tuple(nodes), tuple(outputs), values, facts, "gradient")
 
 
-def _row_sum(value: ir.Value, axes: tuple[int, ...]) -> list[ir.Node] | None:
-    """The sum of ``value`` over every axis but the normalized ones, without keeping them."""
+def _row_sums(value: ir.Value, axes: tuple[int, ...]) -> list[list[ir.Node]]:
+    """Sums of ``value`` over every axis but the normalized ones, shaped like these axes."""
+    found = []
     for use in value.uses():
         node = use.node
-        plain = node.op_type == "ReduceSum" and use.idx == 0 and not attribute(node, "keepdims", 1)
-        if plain and axes_of(node) == tuple(range(axes[0])):
-            return [node]
-    return None
+        if node.op_type != "ReduceSum" or use.idx != 0 or axes_of(node) != tuple(range(axes[0])):
+            continue
+        if not attribute(node, "keepdims", 1):
+            found.append([node])
+            continue
+        views = [u.node for u in node.outputs[0].uses()]
+        flat = len(views) == 1 and views[0].op_type == "Reshape" and rank(views[0].outputs[0]) == len(axes)
+        if flat and not node.outputs[0].is_graph_output():
+            found.append([node, views[0]])
+    return found
 
 
-def _scale_sum(region: RowRegion, norm: ir.Node, dy: ir.Value) -> list[ir.Node] | None:
+def _scale_sums(region: RowRegion, norm: ir.Node, dy: ir.Value) -> list[list[ir.Node]]:
     """Nodes of sum(dY x_hat), when the graph has it."""
     assert region.axes is not None
     for use in dy.uses():
         product = use.node
-        if producer_of(product.outputs[0], "Mul") is None:
+        totals = [] if product.op_type != "Mul" else _row_sums(product.outputs[0], region.axes)
+        if not totals:
             continue
-        total = _row_sum(product.outputs[0], region.axes)
-        if total is None:
-            continue
-        samples, (x_hat, _, _) = _gradient_samples(region, norm, dy)
+        samples, (x_hat, _) = _gradient_samples(region, norm, dy)
         known = list(samples)
         local = RowRegion(product.outputs[0], known, region.axes)
         unknown = {v for n in local.nodes for v in local.operands(n) if v not in local.order} - set(known)
         if not local.nodes or unknown:
             continue
         if difference(local.evaluate(local.root, samples), samples[dy] * x_hat) <= TOLERANCE:
-            return [product, *total]
-    return None
+            return [[*local.nodes, *totals[0]]]
+    return []

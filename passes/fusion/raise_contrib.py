@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.shapes import attribute, given
-from ortgraph.ops.spec import COMPOSITE, CONTRIB
+from ortgraph.ops.spec import COMPOSITE, CONTRIB, spec_of
 from ortgraph.passes.fusion.operands import constant, producer_of, rank, scalar
 
 from ortgraph.graph import TrainingGraph
@@ -25,8 +25,8 @@ _LOSS_FORWARD = ("SoftmaxCrossEntropyLoss", "SoftmaxCrossEntropyLossInternal", "
 class RaiseContrib(RewritePass):
     """com.microsoft.GeluGrad(dY, X) = ortgraph.GeluGrad(dY, X), and so on for every operator with a composite.
 
-    Also the standard SoftmaxCrossEntropyLoss = CrossEntropy, Scale by a constant = Mul, DivGrad without broadcast =
-    Div and Mul, ReduceSumTraining = ReduceSum, ConcatTraining = Concat, SplitTraining = Split, and pool gradients.
+    Also the standard SoftmaxCrossEntropyLoss = CrossEntropy, Scale by a constant = Mul, DivGrad = Div and Mul,
+    ReduceSumTraining = ReduceSum, ConcatTraining = Concat, SplitTraining = Split, and pool gradients.
 
     Refuses when:
         a shape, axis, ratio or ignored index that the composite holds as an attribute is no constant;
@@ -233,15 +233,14 @@ def _scale(b: Builder, node: ir.Node) -> list[ir.Value]:
 
 
 def _div_why_not(node: ir.Node) -> str | None:
-    shapes = [None if v is None or v.shape is None else list(v.shape) for v in node.inputs]
-    same = shapes[0] is not None and all(s == shapes[0] for s in shapes) and all(isinstance(d, int) for d in shapes[0])
-    return None if same else "operands are broadcast, or their shapes are not known"
+    known = all(v is not None and v.shape is not None and v.shape.is_static() for v in node.inputs)
+    return None if known else "the shapes of its operands are not known"
 
 
-def _div_grad(b: Builder, node: ir.Node) -> list[ir.Value]:
-    dy, x, y = node.inputs
-    dx = b.op("Div", dy, y)
-    return [dx, b.op("Neg", b.op("Div", b.op("Mul", dx, x), y))]
+def _div_grad(b: Builder, node: ir.Node) -> Sequence[ir.Value | None]:
+    expand = spec_of(node).expand
+    assert expand is not None
+    return expand(b, node)
 
 
 def _plain(op_type: str, *keep: str) -> Rule:

@@ -134,19 +134,30 @@ class RowRegion:
             stack += [(p, False) for p in inner if p in chosen and p not in done]
 
     def cuts(self) -> Iterator[tuple[ir.Value, ...]]:
-        """Cuts with one unknown full value, which comes first; rows and closed values follow, in a fixed order."""
+        """Cuts with one unknown full value, which comes first; rows and closed values follow, in a fixed order.
+
+        What follows from closed values alone is not opened: the unknown values are then met one dominator after the
+        other, wherever they stand in the order.
+        """
+        derived = self._derived()
         frontier = dict.fromkeys([self.root])
         while True:
-            opened = max(
-                (v for v in frontier if v in self.order and v not in self.closed), key=self.order.get, default=None
-            )
+            unknown = [v for v in frontier if v not in self.closed and v not in derived and self.kind(v) != ROW]
+            if len(unknown) == 1 and unknown[0] is not self.root and self.kind(unknown[0]) == FULL:
+                yield (unknown[0], *(v for v in frontier if v is not unknown[0] and v not in derived))
+            opened = max((v for v in unknown if v in self.order), key=self.order.__getitem__, default=None)
             if opened is None:
                 return
             del frontier[opened]
             frontier.update(dict.fromkeys(self.operands(opened.producer())))  # type: ignore[arg-type]
-            unknown = [v for v in frontier if v not in self.closed and self.kind(v) != ROW]
-            if len(unknown) == 1 and self.kind(unknown[0]) == FULL:
-                yield (unknown[0], *(v for v in frontier if v is not unknown[0]))
+
+    def _derived(self) -> set[ir.Value]:
+        """Values that follow from closed values and constants."""
+        derived: set[ir.Value] = set()
+        for node in self.nodes:
+            if all(v in self.closed or v in derived for v in self.operands(node)):
+                derived.add(node.outputs[0])
+        return derived
 
     def inside(self, cut: Sequence[ir.Value]) -> tuple[ir.Node, ...]:
         """Nodes between the cut and the root, in order."""

@@ -198,3 +198,38 @@ def test_gradient_of_another_norm(bench):
 def test_exposed_inner_values(bench, statistics):
     seen = bench.expose_each(lambda: bench.make(gradient(statistics), {**SHAPES, "dy": X}), FuseLayerNorm())
     assert len(seen) > 10
+
+
+def built(b, x, s, c, dy, residual=None):
+    """The gradient as ONNX Runtime's builder derives it from the decomposed forward chain, residual summed in."""
+    over = b.ints([-1])
+    n, two = b.scalar(8.0, x), b.scalar(2.0, x)
+    mean = b.op("ReduceMean", x, over, keepdims=1)
+    d = b.op("Sub", x, mean)
+    std = b.op("Sqrt", b.op("Add", b.op("ReduceMean", b.op("Pow", d, two), over, keepdims=1), b.scalar(1e-5, x)))
+    x_hat = b.op("Div", d, std)
+    y = b.op("Add", b.op("Mul", x_hat, s), c)
+    full = b.ints([2, 3, 8])
+    d_hat = b.op("Mul", dy, s)
+    dd = b.op("Div", d_hat, std)
+    d_std = b.op("ReduceSum", b.op("Neg", b.op("Mul", dd, b.op("Div", d, std))), over, keepdims=1)
+    d_var = b.op("Mul", d_std, b.op("Div", b.scalar(0.5, x), std))
+    spread = b.op("Mul", b.op("Expand", b.op("Div", d_var, n), full), d)
+    dd = b.op("Sum", spread, spread, dd)
+    d_mean = b.op("Neg", b.op("ReduceSum", dd, over, keepdims=1))
+    parts = [b.op("Expand", b.op("Div", d_mean, n), full), dd, *([residual] if residual is not None else [])]
+    ds = b.op("Reshape", b.op("ReduceSum", b.op("Mul", dy, x_hat), b.ints([0, 1]), keepdims=1), b.ints([8]))
+    db = b.op("Reshape", b.op("ReduceSum", dy, b.ints([0, 1]), keepdims=1), b.ints([8]))
+    return y, ds, db, b.op("Sum", *parts)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_gradient_builder_form(bench, residual):
+    shapes = {**SHAPES, "dy": X, **({"residual": X} if residual else {})}
+    graph = bench.make(built, shapes)
+    assert bench.apply(graph, FuseLayerNorm()) == {"forward": 1, "gradient": 1}
+    assert bench.ops(graph) == ["LayerNormalization", "ortgraph.LayerNormGrad", *(["Add"] if residual else [])]
+
+
+def test_exposed_inner_values_of_the_gradient_builder_form(bench):
+    assert bench.expose_each(lambda: bench.make(built, {**SHAPES, "dy": X, "residual": X}), FuseLayerNorm())
