@@ -62,7 +62,7 @@ def read_batch(module: torch.nn.Module, batch: Any, criterion: bool, has_loss: b
     Args:
         module: Its ``forward`` names positional inputs.
         batch: A mapping (keyword arguments), a tuple or list (positional arguments) or one tensor. Values may be
-            nested containers, NumPy arrays, numbers and None; tensors and arrays become graph inputs, the rest is fixed.
+            nested containers, NumPy arrays, numbers and None; tensors and arrays become graph inputs, others are fixed.
         criterion: The last item (of a mapping: ``target``, ``targets``, ``label`` or ``labels``) is the loss's target.
         has_loss: Items that ``forward`` does not take are kept for the loss.
 
@@ -156,8 +156,9 @@ def _positional(
             labels[i] = f"batch_{i}"
             withheld.append(i)
         else:
+            kind = type(module).__name__
             raise InputError(
-                f"{type(module).__name__}.forward() takes {len(names)} positional arguments, the batch has {len(given)}",
+                f"{kind}.forward() takes {len(names)} positional arguments, the batch gives {len(given)}",
                 "leave some out, or give a loss that uses them",
             )
     return tuple(withheld), labels
@@ -188,9 +189,10 @@ def read_dynamic(batch: Batch, dynamic: Mapping[str, Any] | None) -> tuple[dict[
                 raise InputError(f"dynamic[{name!r}] names dimension {axis}; the input has {rank}", "count from 0")
             if not isinstance(dim, str) or not dim.isidentifier():
                 raise InputError(f"dynamic[{name!r}][{axis}] is {dim!r}", "give a name such as 'batch'")
-            if batch.tensors[i].shape[axis] < 2:
+            size = batch.tensors[i].shape[axis]
+            if size < 2:
                 raise InputError(
-                    f"dynamic[{name!r}][{axis}] = {dim!r}, but the example has size {batch.tensors[i].shape[axis]} there",
+                    f"dynamic[{name!r}][{axis}] = {dim!r}, but the example has size {size} there",
                     "give an example batch of size 2 or more: PyTorch treats sizes 0 and 1 as constants",
                 )
             found[i][axis % rank] = dim

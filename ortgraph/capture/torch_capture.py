@@ -38,18 +38,18 @@ def capture(
 
     Args:
         module: A module with at least one trainable parameter.
-        example_batch: A dict (keyword arguments), a tuple or list (positional arguments) or one tensor. Input names are
-            the keys, or ``forward``'s parameter names. Numbers, strings and None are fixed at their values.
-        dynamic: Symbolic dimensions by input, ``{"x": {0: "batch", 1: "sequence"}}``. Equal names are equal sizes, which
-            the caller vouches for; the example needs sizes of at least 2 there.
+        example_batch: A dict (keyword arguments), a tuple or list (positional arguments) or one tensor. Input names
+            are the keys, or ``forward``'s parameter names. Numbers, strings and None are fixed at their values.
+        dynamic: Symbolic dimensions by input, ``{"x": {0: "batch", 1: "sequence"}}``. Equal names are equal sizes,
+            which the caller vouches for; the example needs sizes of at least 2 there.
         loss: Where the scalar loss comes from.
 
             * None: the module returns it, as a tensor, in a field ``loss``, or as the first scalar float of a tuple;
             * a name or an index: one of the module's outputs;
-            * a ``torch.nn`` loss module, or a callable whose second parameter is called target(s) or label(s): called as
-              ``loss(output, target)`` with the module's first output. The target is the last item of a tuple batch, or
-              the item of a dict called target(s) or label(s); the module does not get it. Its input name is ``target``,
-              or its key;
+            * a ``torch.nn`` loss module, or a callable whose second parameter is called target(s) or label(s): called
+              as ``loss(output, target)`` with the module's first output. The target is the last item of a tuple
+              batch, or the item of a dict called target(s) or label(s); the module does not get it. Its input name
+              is ``target``, or its key;
             * any other callable: ``loss(outputs)`` or ``loss(outputs, batch)``, as many as it takes. Batch items that
               ``forward`` does not take are then kept for the loss only.
         opset: ONNX opset, 18 to 21.
@@ -59,8 +59,8 @@ def capture(
         allow_untested_torch: Go on with a PyTorch release outside the tested range.
 
     Returns:
-        A graph at stage ``captured``: see ``Signature`` for its inputs and outputs. Model outputs keep their field names
-        (``output`` or ``output_<position>`` where there are none); gradients are ``gradient/<parameter>``.
+        A graph at stage ``captured``: see ``Signature`` for its inputs and outputs. Model outputs keep their field
+        names (``output`` or ``output_<position>`` where there are none); gradients are ``gradient/<parameter>``.
 
     Raises:
         CaptureError: The module cannot be traced, has no trainable parameter, or its loss is no scalar.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import logging
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -76,7 +78,7 @@ def trace_joint(
     """
     dims = tuple({d: torch.export.Dim.DYNAMIC for d in sorted(axes)} or None for axes in dynamic)
     try:
-        with _quiet():
+        with _tracing():
             program = torch.export.export(module, args, strict=False, dynamic_shapes=(dims,) if any(dims) else None)
     except OrtgraphError:
         raise
@@ -86,7 +88,7 @@ def trace_joint(
     constants = _constants_to_buffers(exported, set(program.graph_signature.buffers))
     fakes = _fake_inputs(program)
     try:
-        with contextlib.ExitStack() as stack:  # a fake mode is active inside: touch no real tensor here
+        with _tracing(), contextlib.ExitStack() as stack:  # a fake mode is active inside: touch no real tensor here
             graph_module = _aot_joint(stack, exported, fakes, decompositions)
     except Exception as error:  # noqa: BLE001 - as above
         raise _refusal(error, "AOTAutograd", names) from error
@@ -193,12 +195,20 @@ def _refusal(error: Exception, by: str, names: Sequence[str]) -> CaptureError:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Errors are raised with their cause; PyTorch's log would repeat them with the whole graph."""
+def _tracing() -> Iterator[None]:
+    """Settings for the time of a trace.
+
+    oneDNN's recurrent layers would stay opaque operators, so it is off. On failure PyTorch logs and prints the whole
+    graph beside the error; the error says what is needed. On success nothing printed is lost.
+    """
     logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    level = logger.level
+    level, onednn, said = logger.level, torch.backends.mkldnn.enabled, io.StringIO()
     logger.setLevel(logging.ERROR)
+    torch.backends.mkldnn.enabled = False
     try:
-        yield
+        with contextlib.redirect_stderr(said):
+            yield
     finally:
+        torch.backends.mkldnn.enabled = onednn
         logger.setLevel(level)
+    sys.stderr.write(said.getvalue())

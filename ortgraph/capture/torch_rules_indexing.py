@@ -1,4 +1,4 @@
-"""Gather, scatter, embedding. Sums into repeated places go through EmbeddingGrad or ScatterElements, never ScatterND."""
+"""Gather, scatter, embedding. Sums into repeated places use EmbeddingGrad or ScatterElements, never ScatterND."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _flattened(
 def _index_put(
     t: Translation, self: ir.Value, indices: Sequence[ir.Value | None], values: ir.Value, accumulate: bool, **_: Any
 ) -> ir.Value:
-    """Accumulating: rows summed by EmbeddingGrad. Otherwise ScatterND, whose order only matters for repeated indices."""
+    """Accumulating: rows summed by EmbeddingGrad. Otherwise ScatterND; its order matters for repeated indices only."""
     dims = t.dims(self)
     if len(indices) == 1 and indices[0] is not None and indices[0].dtype == ir.DataType.BOOL and not accumulate:
         return _masked_put(t, self, indices[0], values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -40,3 +41,17 @@ def _sum(t: Translation, addend: ir.Value, product: ir.Value, beta: Any, alpha: 
     if beta != 1:
         addend = t.op("Mul", addend, t.scalar(beta, dtype))
     return t.op("Add", addend, product)
+
+
+@rule("_trilinear.default")
+def _trilinear(
+    t: Translation, i1: ir.Value, i2: ir.Value, i3: ir.Value, expand1: Sequence[int], expand2: Sequence[int],
+    expand3: Sequence[int], sumdim: Sequence[int], unroll_dim: int,
+) -> ir.Value:  # fmt: skip
+    """The product of three tensors with dimensions put in, summed over some (nn.Bilinear and its gradients)."""
+    product: ir.Value | None = None
+    for value, axes in ((i1, expand1), (i2, expand2), (i3, expand3)):
+        wide = t.op("Unsqueeze", value, t.build.ints(sorted(axes))) if axes else value
+        product = wide if product is None else t.op("Mul", product, wide)
+    assert product is not None
+    return t.op("ReduceSum", product, t.build.ints(sorted(sumdim)), keepdims=0) if sumdim else product

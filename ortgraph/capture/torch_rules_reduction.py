@@ -117,7 +117,7 @@ def _vector_norm(t: Translation, self: ir.Value, ord: float, dim: Any, keepdim: 
 
 @rule("cumprod.default")
 def _cumprod(t: Translation, self: ir.Value, dim: int, dtype: Any) -> ir.Value:
-    """Running products by doubling steps (Hillis and Steele): each round multiplies by what lies 1, 2, 4, ... before."""
+    """Running products in doubling steps (Hillis and Steele): each round multiplies by what is 1, 2, 4, ... before."""
     out, dims = t.out_dtype(), t.dims(self)
     axis = dim % len(dims) if dims else 0
     value = t.cast(self, out)

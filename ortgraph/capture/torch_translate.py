@@ -339,6 +339,9 @@ class Translation:
     def _from_library(self, node: Node) -> Any:
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise self.unsupported(f"the random operator {node.target}", "draw with dropout, rand or bernoulli")
+        if "grouped_mm" in str(node.target):
+            hint = "set experts_implementation='batched_mm' in the model's config"
+            raise self.unsupported(f"the grouped expert product {node.target}", hint)
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             raise self.unsupported(f"the control flow operator {node.target}", "use torch.where on tensor values")
         from ortgraph.capture.torch_library import translate_with_library

@@ -282,7 +282,11 @@ def test_batch_norm_statistics_are_updated(run_captured):
     x = torch.randn(4, 2, 6, 6)
     graph = ortgraph.capture(module, x, loss=lambda o: o.square().mean())
     got = run_captured(graph, {"input": x})[0]
-    assert {b.name for b in graph.signature.buffers if b.update} == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    assert {b.name for b in graph.signature.buffers if b.update} == {
+        "1.running_mean",
+        "1.running_var",
+        "1.num_batches_tracked",
+    }
     module(x)
     for name, buffer in module.named_buffers():
         np.testing.assert_allclose(got[f"update/{name}"], buffer.numpy(), rtol=1e-5, atol=1e-6)

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+import ortgraph
+
 transformers = pytest.importorskip("transformers")
 
 
@@ -129,3 +131,79 @@ def test_vit(check_capture, attention):
     torch.manual_seed(0)
     module = transformers.ViTForImageClassification(config).train()
     check_capture(module, {"pixel_values": torch.randn(3, 3, 16, 16), "labels": torch.tensor([1, 3, 0])})
+
+
+class Recurrent(nn.Module):
+    """An LSTM into a GRU: taken apart into their steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.gru = nn.LSTM(5, 6, batch_first=True), nn.GRU(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gru(self.lstm(x)[0])[0].square().mean()
+
+
+class UpAndDown(nn.Module):
+    """Strided, transposed and one-dimensional convolutions, PReLU, Bilinear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Conv2d(2, 4, 3, 2, 1), nn.ConvTranspose2d(4, 2, 3, 2, 1, output_padding=1)
+        self.line, self.prelu, self.pair = nn.Conv1d(2, 3, 3), nn.PReLU(), nn.Bilinear(3, 3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(self.prelu(self.down(x)))
+        z = self.line(y[:, :, 0])
+        return (y - x).abs().mean() + z.square().mean() + self.pair(z.mean(2), z.amax(2)).sum()
+
+
+@pytest.mark.parametrize("module", [Recurrent, UpAndDown])
+def test_further_layers(check_capture, module):
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 5) if module is Recurrent else torch.randn(2, 2, 8, 8)
+    check_capture(module(), {"x": x}, repeats=2)
+
+
+def _further(name: str, attention: str):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 48, "attn_implementation": attention}
+    torch.manual_seed(0)
+    ids = torch.randint(3, 60, (2, 8))
+    text = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    if name == "roberta":
+        config = transformers.RobertaConfig(
+            **sizes, num_attention_heads=2, vocab_size=60, max_position_embeddings=40, pad_token_id=1,
+            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )  # fmt: skip
+        return transformers.RobertaForMaskedLM(config), text
+    if name == "llama":
+        config = transformers.LlamaConfig(
+            **sizes, num_attention_heads=4, num_key_value_heads=2, vocab_size=60, max_position_embeddings=40
+        )
+        return transformers.LlamaForCausalLM(config), text
+    if name == "t5":
+        config = transformers.T5Config(
+            d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, vocab_size=60, dropout_rate=0.0,
+            decoder_start_token_id=0, attn_implementation=attention,
+        )  # fmt: skip
+        return transformers.T5ForConditionalGeneration(config), {"input_ids": ids, "labels": ids}
+    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], num_labels=3)
+    images = {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.tensor([0, 2])}
+    return transformers.ResNetForImageClassification(config), images
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["roberta", "llama", "t5", "resnet"])
+def test_further_families(check_capture, name, attention):
+    module, batch = _further(name, attention)
+    check_capture(module.train(), batch, repeats=20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_dropout_models_repeat_bit_for_bit(run_captured, attention):
+    batch = _text(torch.randint(0, 60, (3, 8)))
+    graph = ortgraph.capture(_bert("BertForMaskedLM", attention, dropout=0.1), batch)
+    runs = run_captured(graph, batch, 2, repeats=20)
+    assert all(all((run[k] == runs[0][k]).all() for k in run) for run in runs)
