@@ -7,6 +7,7 @@ under a temporary name and renamed: processes that build at the same time both e
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import hashlib
 import logging
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 _SOURCES = pathlib.Path(__file__).parent
 _FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast",
-    "-fPIC", "-shared", "-fvisibility=hidden", "-Wno-psabi",
+    "-fPIC", "-fvisibility=hidden", "-Wno-psabi",
 )  # fmt: skip
 _LIBRARY = "libortgraph_kernels.so"
 _TIMEOUT = 300  # seconds
@@ -70,8 +71,8 @@ def build() -> pathlib.Path:
         RuntimeSetupError: No compiler, a compiler error, or a cache folder that cannot be written.
     """
     compiler = find_compiler()
-    flags = (*_FLAGS, *_width_flags(), *_link_flags())
-    folder = cache_folder() / _key(compiler, flags)
+    flags, link = (*_FLAGS, *_width_flags()), ("-shared", *_link_flags())
+    folder = cache_folder() / _key(compiler, (*flags, *link))
     library = folder / _LIBRARY
     if library.is_file():
         return library
@@ -79,7 +80,7 @@ def build() -> pathlib.Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             fresh = pathlib.Path(scratch) / _LIBRARY
-            _compile(compiler, flags, fresh)
+            _compile(compiler, flags, link, fresh)
             os.replace(fresh, library)
     except OSError as error:
         raise RuntimeSetupError(
@@ -88,10 +89,22 @@ def build() -> pathlib.Path:
     return library
 
 
-def _compile(compiler: str, flags: Sequence[str], target: pathlib.Path) -> None:
-    units = [str(path) for path in sources() if path.suffix == ".cpp"]
-    command = [compiler, *flags, *units, "-o", str(target)]
-    logger.info("compiling kernels: %s", " ".join(command))
+def _compile(compiler: str, flags: Sequence[str], link: Sequence[str], target: pathlib.Path) -> None:
+    units = [path for path in sources() if path.suffix == ".cpp"]
+    objects = [str(target.with_name(f"{unit.stem}.o")) for unit in units]
+    logger.info("compiling kernels with %s %s", compiler, " ".join(flags))
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        jobs = [
+            pool.submit(_call, compiler, *flags, "-c", str(unit), "-o", made)
+            for unit, made in zip(units, objects, strict=True)
+        ]
+        for job in jobs:
+            job.result()
+    _call(compiler, *link, *objects, "-o", str(target))
+
+
+def _call(compiler: str, *arguments: str) -> None:
+    command = [compiler, *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
     except subprocess.TimeoutExpired as error:
