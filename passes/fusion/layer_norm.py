@@ -47,7 +47,8 @@ class FuseLayerNorm(RewritePass):
             return changes
         # Whole layers before their core: x_hat, which the backward half may compute again, is one without parameters.
         for look in (*(functools.partial(_forward, rows=n) for n in (2, 1, 0)), _gradient):
-            for node in tuple(graph.graph)[::-1]:
+            # A layer from its end; gradients from the loss on, so that a residual's gradient is one operator already.
+            for node in tuple(graph.graph)[:: 1 if look is _gradient else -1]:
                 if node.graph is None or node.domain not in ("", "ai.onnx") or node.op_type not in _ROOTS:
                     continue
                 found = look(node)
@@ -178,19 +179,20 @@ def _gradient(node: ir.Node) -> Match | Refusal | None:
     near: tuple[float, str] = (NEAR, "")
     for norm in _norms_near(region):
         for addend in addends:
-            found = _gradient_of(node, norm, addend)
+            found = _gradient_of(region, norm, addend)
             if isinstance(found, Match):
                 return found
             near = min(near, found)
     return Refusal(node.name or "", near[1]) if near[1] else None
 
 
-def _gradient_of(node: ir.Node, norm: ir.Node, addend: ir.Value | None) -> Match | tuple[float, str]:
+def _gradient_of(region: RowRegion, norm: ir.Node, addend: ir.Value | None) -> Match | tuple[float, str]:
     """The gradient of ``norm``, plus ``addend``; else the smallest difference, in words."""
     x, scale = norm.inputs[:2]
     assert x is not None and scale is not None
     known = [x, scale, norm.outputs[1], norm.outputs[2]]
-    pinned = RowRegion(node.outputs[0], [*known, *([addend] if addend is not None else [])])
+    closed = [*known, *([addend] if addend is not None else [])]
+    pinned = RowRegion(region.root, closed, region.axes, region)
     near, best = (NEAR, ""), None
     if pinned.axes is None or pinned.axes != _axes(norm) or (addend is not None and pinned.kind(addend) != FULL):
         return near
@@ -227,7 +229,11 @@ def _norms_near(region: RowRegion) -> list[ir.Node]:
                 and node not in found
             ):
                 found[node] = None
-    return [n for n in found if n.domain in ("", "ai.onnx") and len(n.inputs) > 1]
+    return [n for n in found if n.domain in ("", "ai.onnx") and len(n.inputs) > 1 and not _has_gradient(n)]
+
+
+def _has_gradient(norm: ir.Node) -> bool:
+    return any(u.node.op_type == "LayerNormGrad" for u in norm.outputs[2].uses())
 
 
 def _axes(norm: ir.Node) -> tuple[int, ...] | None:

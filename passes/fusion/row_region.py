@@ -44,6 +44,7 @@ class RowRegion:
         root: A value of full shape.
         closed: Values that are never opened.
         axes: The reduced axes, where they are known already.
+        like: A region of the same root: what is known about values and nodes is shared.
 
     Attributes:
         axes: The reduced axes, non-negative; None when no reduction is near, and the region is then empty.
@@ -52,12 +53,20 @@ class RowRegion:
     """
 
     def __init__(
-        self, root: ir.Value, closed: Sequence[ir.Value] = (), axes: tuple[int, ...] | None = None
-    ) -> None:  # fmt: skip
+        self,
+        root: ir.Value,
+        closed: Sequence[ir.Value] = (),
+        axes: tuple[int, ...] | None = None,
+        like: RowRegion | None = None,
+    ) -> None:
         self.root, self.closed = root, frozenset(closed)
         self.nodes: list[ir.Node] = []
         self.order: dict[ir.Value, int] = {}
         self.axes = axes or _nearest_axes(root, self.closed)
+        same = like is not None and like.root is root and like.axes == self.axes
+        self._kinds: dict[ir.Value, str | None] = like._kinds if same else {}  # type: ignore[union-attr]
+        self._operands: dict[ir.Node, list[ir.Value]] = like._operands if same else {}  # type: ignore[union-attr]
+        self._taken: dict[ir.Node, bool] = like._taken if same else {}  # type: ignore[union-attr]
         if self.axes is not None:
             self._grow()
 
@@ -71,6 +80,11 @@ class RowRegion:
 
     def kind(self, value: ir.Value) -> str | None:
         """FULL, COLUMN (reduced dimensions are 1), ROW (one number per reduced position), or None."""
+        if value not in self._kinds:
+            self._kinds[value] = self._kind(value)
+        return self._kinds[value]
+
+    def _kind(self, value: ir.Value) -> str | None:
         assert self.axes is not None and self.root.shape is not None
         if same_shape(value, self.root):
             return FULL
@@ -88,10 +102,21 @@ class RowRegion:
 
     def operands(self, node: ir.Node) -> list[ir.Value]:
         """Inputs that are no constants; of a reduction or Expand only the data."""
+        if node not in self._operands:
+            self._operands[node] = self._read_operands(node)
+        return self._operands[node]
+
+    @staticmethod
+    def _read_operands(node: ir.Node) -> list[ir.Value]:
         inputs = node.inputs[:1] if node.op_type in _REDUCTIONS or node.op_type == "Expand" else node.inputs
         return [v for v in inputs if v is not None and scalar(v) is None]
 
     def _takes(self, node: ir.Node) -> bool:
+        if node not in self._taken:
+            self._taken[node] = self._can_take(node)
+        return self._taken[node]
+
+    def _can_take(self, node: ir.Node) -> bool:
         if len(node.outputs) != 1 or node.domain not in ("", "ai.onnx"):
             return False
         output = node.outputs[0]

@@ -126,7 +126,7 @@ def _gradient(node: ir.Node, inner_reason: Callable[[Match], str | None]) -> Mat
         maker = producer_of(y, *_GRADIENT)
         if maker is None or region.kind(y) != FULL:
             continue
-        pinned = RowRegion(node.outputs[0], [y])
+        pinned = RowRegion(region.root, [y], region.axes, region)
         for cut in pinned.cuts():
             if not set(cut[1:]) <= {y}:
                 continue
