@@ -91,7 +91,8 @@ class AdamW:
         self._check()
 
     def _check(self) -> None:
-        for where in (self, *self.groups):
+        parts: tuple[AdamW | Group, ...] = (self, *self.groups)
+        for where in parts:
             for name in ("lr", "eps", "weight_decay"):
                 value = getattr(where, name)
                 if value is not None and not 0.0 <= value < math.inf:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import onnx_ir as ir
 
 from ortgraph.errors import PassError, SignatureError
@@ -105,13 +107,13 @@ class _Attach:
                 f"trainable parameter {parameter.name!r} has no gradient", "freeze it, or capture the graph again"
             )
         weight = self.inputs[parameter.name]
-        if value.dtype is None:
+        if value.dtype is None and weight.dtype is not None:
             value.dtype = weight.dtype
         if value.shape is None or not value.shape.is_static():
             value.shape = weight.shape.copy()  # type: ignore[union-attr]
         return value
 
-    def _state(self, prefix: str, kind: str, parameter: Parameter) -> tuple[str, ir.Value]:
+    def _state(self, prefix: str, parameter: Parameter) -> tuple[str, ir.Value]:
         weight = self.inputs[parameter.name]
         assert weight.dtype is not None and weight.shape is not None
         name = f"{prefix}/{parameter.name}"
@@ -123,7 +125,7 @@ class _Attach:
         return new
 
     def _accumulate(self, parameter: Parameter, gradient: ir.Value) -> ir.Value:
-        name, old = self._state("accumulator", "accumulator", parameter)
+        name, old = self._state("accumulator", parameter)
         return self._keep(name, old, self.build.op("Add", old, gradient, name="accumulate"), "accumulator", parameter)
 
     def _clip(self, gradients: list[ir.Value]) -> ir.Value | None:
@@ -151,9 +153,9 @@ class _Attach:
                 "Mul", rate, self.build.const(settings.lr_scale, ir.DataType.FLOAT), name="learning_rate"
             )
         weight = self.inputs[parameter.name]
-        names, moments = zip(
-            self._state("exp_avg", "moment1", parameter), self._state("exp_avg_sq", "moment2", parameter), strict=True
-        )
+        kinds = {"exp_avg": "moment1", "exp_avg_sq": "moment2"}
+        named = [self._state(prefix, parameter) for prefix in kinds]
+        moments = [value for _, value in named]
         inputs = [rate, step, weight, gradient, *moments, *([scale] if scale is not None else [])]
         made = self.build.multi(
             "AdamW", *inputs, outputs=3, domain=COMPOSITE, name="adamw",
@@ -162,9 +164,6 @@ class _Attach:
         for value in made:
             value.dtype, value.shape = weight.dtype, weight.shape.copy()  # type: ignore[union-attr]
         new = self._output(made[0], f"update/{parameter.name}")
-        for name, old, value, kind in zip(names, moments, made[1:], ("moment1", "moment2"), strict=True):
+        for (name, old), value, kind in zip(named, made[1:], kinds.values(), strict=True):
             self._keep(name, old, value, kind, parameter)
-        return Parameter(
-            **{**{f: getattr(parameter, f) for f in ("name", "trainable", "gradient", "tied")},
-               "update": new.name, "group": self.optimizer.group_of(parameter.name)}
-        )  # fmt: skip
+        return dataclasses.replace(parameter, update=new.name, group=self.optimizer.group_of(parameter.name))

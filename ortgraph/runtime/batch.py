@@ -114,7 +114,12 @@ def check_bound(name: str, array: np.ndarray, value: ir.Value, dims: Mapping[str
     """Check the dimensions that are expressions (``2*batch``) once the named ones are known."""
     for have, want in zip(array.shape, value.shape or (), strict=False):
         size = want if isinstance(want, int) else want.evaluate(dims)
-        if isinstance(size, int) and size != have:
+        if not isinstance(size, int):
+            raise BatchError(
+                f"input {name!r}: dimension {want} of {_text(value.shape)} cannot be told from the batch's shapes",
+                "name the dimension (capture with dynamic=), or set its size with the pass bind-shapes",
+            )
+        if size != have:
             raise BatchError(
                 f"input {name!r} has shape {list(array.shape)}, the graph wants {_text(value.shape)} with {dict(dims)}",
                 "feed that shape",

@@ -130,7 +130,8 @@ def assign(where: str, targets: Sequence[tuple[str, np.ndarray]], given: Mapping
     Raises:
         InputError: A shape or dtype differs, or tied names disagree.
     """
-    arrays, seen = [], {}
+    arrays: list[np.ndarray] = []
+    seen: dict[int, tuple[str, np.ndarray]] = {}
     for name, buffer in targets:
         try:
             array = to_numpy(name, given[name])

@@ -152,8 +152,9 @@ def export_inference(
         expand_node(node, by=BY)
     expand_composites(form, by=BY)
     for value in tuple(g.inputs):
-        if value.name in values:
-            _make_initializer(g, value, values[value.name])
+        array = values.get(value.name or "")
+        if array is not None:
+            _make_initializer(g, value, array)
     _keep_outputs(g, outputs)
     for domain in [d for d in g.opset_imports if d not in ("", "ai.onnx")]:
         del g.opset_imports[domain]

@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
@@ -20,6 +21,9 @@ from ortgraph.plan.memory.placement import METADATA_KEY, Placement, place_values
 from ortgraph.plan.schedule import order_updates
 from ortgraph.runtime.arena import Memory
 from ortgraph.runtime.options import session_options
+
+if TYPE_CHECKING:
+    import onnxruntime
 
 logger = logging.getLogger(__name__)
 MAX_IR_VERSION = 10  # the newest that ONNX Runtime 1.19.2 reads
@@ -129,7 +133,7 @@ class Program:
         for value in (*self._input_values, *(v for v in results if v.is_graph_input())):
             self.inputs[value.name or ""] = self._input_buffer(value)
         self._session = self._make_session(graph, threads, profile_prefix)
-        self._binding = None
+        self._binding: onnxruntime.IOBinding | None = None
         self._generation = -1
         logger.info(
             "program %s: %d nodes, arena %.2f MB (max-load %.2f MB), %d in place, %d updates copied, planned in %.2f s",
@@ -174,9 +178,11 @@ class Program:
                 "lower the graph for this runtime (target=...), or report the node",
             ) from error
 
-    def _bind(self) -> None:
-        """Bind every input and every placed value at its address."""
+    def _bound_session(self) -> onnxruntime.IOBinding:
+        """Every input and every placed value bound at its address; bound anew when the arena has moved."""
         arena = self._memory.arena
+        if self._binding is not None and self._generation == arena.generation:
+            return self._binding
         arena.ensure(self.arena_bytes)
         binding = self._session.io_binding()
         for value in self._input_values:
@@ -188,6 +194,7 @@ class Program:
             address = arena.address + self.placement.offsets[name] if at is None else self._memory_of(at).ctypes.data
             binding.bind_output(name, "cpu", 0, value.dtype.numpy(), list(static_shape(value) or ()), address)  # type: ignore[union-attr]
         self._binding, self._generation = binding, arena.generation
+        return binding
 
     def _memory_of(self, name: str) -> np.ndarray:
         found = self.inputs.get(name)
@@ -200,20 +207,19 @@ class Program:
             BatchError: An operator refuses the batch's values, such as an index out of range.
         """
         if self._session is not None:
-            if self._generation != self._memory.arena.generation or self._binding is None:
-                self._bind()
+            binding = self._bound_session()
             for name in self._unbound:
-                self._binding.bind_output(name, "cpu", 0)
+                binding.bind_output(name, "cpu", 0)
             if self._poison:
                 self._memory.arena.poison()
-            self._run_bound()
+            self._run_bound(binding)
         staged = [(self._memory.persistent[old], self._source(new)) for old, new in self.placement.copies]
         for target, source in staged:
             target[...] = source
 
-    def _run_bound(self) -> None:
+    def _run_bound(self, binding: onnxruntime.IOBinding) -> None:
         try:
-            self._session.run_with_iobinding(self._binding)
+            self._session.run_with_iobinding(binding)
         except Exception as error:  # noqa: BLE001 - the runtime's exception types are private; the cause is chained
             raise BatchError(
                 f"program {self.name} stopped: {error}",
@@ -234,7 +240,8 @@ class Program:
             return self._memory_of(name)
         if name in self._unbound:
             position = len(self._bound) + self._unbound.index(name)
-            return self._binding.get_outputs()[position].numpy()  # type: ignore[union-attr]
+            assert self._binding is not None, "the program has not run"
+            return self._binding.get_outputs()[position].numpy()
         shape, dtype = static_shape(value) or (), value.dtype.numpy()  # type: ignore[union-attr]
         at = self.placement.at_input.get(name)
         if at is not None:

@@ -306,10 +306,8 @@ class TrainingSession:
 
     def _module_names(self) -> dict[str, str]:
         """Graph input by module name, tied names included."""
-        names = {}
-        for item in (*self.signature.parameters, *self.signature.buffers):
-            names.update({n: item.name for n in (item.name, *item.tied)})
-        return names
+        parameters = {n: p.name for p in self.signature.parameters for n in (p.name, *p.tied)}
+        return parameters | {n: b.name for b in self.signature.buffers for n in (b.name, *b.tied)}
 
     def _checkpoint_values(self) -> dict[str, np.ndarray]:
         persistent = self._memory.persistent

@@ -80,6 +80,19 @@ def test_dimension_that_is_an_expression(bench) -> None:
         session.loss((ones[:2], ones))
 
 
+@pytest.mark.parametrize("dim", [None, "2*n", "batch-size"])
+def test_dimension_that_no_input_names(bench, dim) -> None:
+    from ortgraph.graph import Signature, TrainingGraph
+
+    t = bench()
+    a = ir.val("a", dtype=ir.DataType.FLOAT, shape=[dim, 2])
+    t.graph.inputs.append(a)
+    t.output(t.op("ReduceSum", a, keepdims=0, name="loss"))
+    session = TrainingSession(TrainingGraph(ir.Model(t.graph, ir_version=10), Signature(loss="loss", inputs=("a",))))
+    with pytest.raises(BatchError, match="input 'a': dimension .* cannot be told"):
+        session.loss({"a": np.ones((6, 2), np.float32)})
+
+
 def test_float_inputs(linear_graph) -> None:
     session = TrainingSession(linear_graph, threads=1)
     x = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)

@@ -173,8 +173,11 @@ def _kernel_may_overwrite(live: Liveness, node: ir.Node, old: ir.Value, new: ir.
     captured = sum(1 for v in values_read(node) if live.storage(v) is old) > len(direct)
     if captured or not direct:
         return False
-    same = all(static_shape(node.inputs[i]) == static_shape(new) and node.inputs[i].dtype == new.dtype for i in direct)  # type: ignore[arg-type,union-attr]
-    return same and all(i in pairs for i in direct)
+    return all(i in pairs and _same_type(node.inputs[i], new) for i in direct)
+
+
+def _same_type(a: ir.Value | None, b: ir.Value) -> bool:
+    return a is not None and a.dtype == b.dtype and static_shape(a) == static_shape(b)
 
 
 def _reuse_inputs(
@@ -228,7 +231,4 @@ def _reads_only(
     direct = [i for i, v in enumerate(node.inputs) if v is not None and shares(v)]
     if sum(1 for v in values_read(node) if shares(v)) > len(direct):
         return False
-    shape = static_shape(result)
-    return all(
-        i in pairs and static_shape(node.inputs[i]) == shape and node.inputs[i].dtype == result.dtype for i in direct
-    )  # type: ignore[arg-type,union-attr]
+    return all(i in pairs and _same_type(node.inputs[i], result) for i in direct)
