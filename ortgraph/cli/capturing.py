@@ -31,7 +31,7 @@ def capture_build(
         spec = load_build(target)
         import ortgraph
 
-        options = {} if opset is None else {"opset": opset}
+        options: dict[str, Any] = {} if opset is None else {"opset": opset}
         graph = ortgraph.capture(spec.module, spec.batch, dynamic=dynamic or spec.dynamic, loss=spec.loss, **options)
     return spec, graph
 

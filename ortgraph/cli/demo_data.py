@@ -57,6 +57,11 @@ class Documents:
     def __len__(self) -> int:
         return len(self.labels)
 
+    @property
+    def largest_class(self) -> float:
+        """Share of the most frequent label: what guessing reaches."""
+        return float(np.bincount(self.labels).max() / len(self))
+
     def batch(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         """A batch by input name of the demo model."""
         return {"tokens": self.tokens[rows], "labels": self.labels[rows]}

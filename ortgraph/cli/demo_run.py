@@ -73,7 +73,7 @@ def gradient_errors(model: Classifier, optimized: Any, unoptimized: Any, batch: 
     Args:
         model: PyTorch's side, in float32.
         optimized: Session of the optimized graph.
-        unoptimized: Session of the graph as captured.
+        unoptimized: Session of the graph as captured, in standard operators.
     """
     eager = torch_gradients(model, batch)
     exact = torch_gradients(copy.deepcopy(model).double(), batch)

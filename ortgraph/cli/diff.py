@@ -30,7 +30,7 @@ def run(
     counts = [dict(tables.operator_rows(g)) for g in (a, b)]
     operators = [r for r in tables.operator_change_rows(*counts) if r[3]]
     texts = [to_text(g, provenance=False).splitlines() for g in (a, b)]
-    lines = list(difflib.unified_diff(*texts, str(first), str(second), lineterm="", n=2))
+    lines = list(difflib.unified_diff(texts[0], texts[1], str(first), str(second), lineterm="", n=2))
     values = _value_rows(a, b)
     out.table("Roles", ("what", str(first), str(second)), roles)
     out.table("Operators", ("operator", str(first), str(second), "change"), operators, right=(1, 2, 3))
@@ -55,9 +55,10 @@ def _role_rows(a: TrainingGraph, b: TrainingGraph) -> list[tuple[str, str, str]]
     """Stage and every graph input and output whose role differs."""
     if not a.has_signature and not b.has_signature:
         return []
-    rows = [("stage", *(g.stage if g.has_signature else "no signature" for g in (a, b)))]
-    roles = [_roles(g) for g in (a, b)]
-    rows += [(name, *(r.get(name, "") for r in roles)) for name in sorted({*roles[0], *roles[1]})]
+    stage_a, stage_b = (g.stage if g.has_signature else "no signature" for g in (a, b))
+    roles_a, roles_b = _roles(a), _roles(b)
+    rows = [("stage", stage_a, stage_b)]
+    rows += [(name, roles_a.get(name, ""), roles_b.get(name, "")) for name in sorted({*roles_a, *roles_b})]
     return [r for r in rows if r[1] != r[2]]
 
 

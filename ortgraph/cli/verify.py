@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ortgraph.cli import options
+from ortgraph.cli.optimize_run import reference_form
 from ortgraph.cli.output import FAILED, Output, verb
 from ortgraph.errors import InputError
 from ortgraph.graph import TrainingGraph
@@ -64,7 +65,7 @@ def _compare(
         raise InputError(f"the graphs train different parameters: {names}", "compare graphs of one model")
     feeds = options.batch_of(reference, sizes, batch)
     with out.progress("comparing loss and gradients"):
-        result = compare(reference, graph, feeds)
+        result = compare(reference_form(reference), graph, feeds)
     rows = sorted(result.gradients.items(), key=lambda item: (-item[1], item[0]))[:_SHOWN]
     out.table(
         "Gradients, largest difference first", ("parameter", "relative difference"), [(k, f"{v:.1e}") for k, v in rows]

@@ -35,7 +35,7 @@ def operator_change_rows(before: Mapping[str, int], after: Mapping[str, int]) ->
 
 def pass_rows(records: Iterable[PassRecord], seconds: bool = False) -> list[tuple[object, ...]]:
     """PASS_COLUMNS per pass in order; with ``seconds`` also the pass's own and its verification's milliseconds."""
-    rows = []
+    rows: list[tuple[object, ...]] = []
     for r in records:
         nodes = f"{r.nodes_before} → {r.nodes_after}" if r.nodes_before != r.nodes_after else str(r.nodes_after)
         row = (r.text, "yes" if r.modified else "", nodes, counts_text(r.counts), len(r.refusals) or "")

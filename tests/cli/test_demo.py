@@ -87,7 +87,8 @@ def test_both_sides_train_alike(data):
     assert eager == ours and 0 <= eager <= 1 and eager * 10 == round(eager * 10), "of ten"
 
     figures = ("speedup ms_per_step_pytorch ms_per_step_ortgraph gradient_max_relative_error "
-               "loss_max_difference accuracy_pytorch accuracy_ortgraph parameter_bytes state_bytes arena_bytes arena_bound_bytes")  # fmt: skip
+               "loss_max_difference accuracy_pytorch accuracy_ortgraph parameter_bytes state_bytes "
+               "arena_bytes arena_bound_bytes")  # fmt: skip
     result = {**dict.fromkeys(figures.split(), 1), "steps": 12, "threads": 2}
     page = comparison_page(result, optimized, before.graph, errors, curves, ["A <remark>."])
     assert "A &lt;remark&gt;." in page and "head.weight" in page and page.count("<svg") == 5

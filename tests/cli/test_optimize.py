@@ -245,3 +245,17 @@ def test_artifact_mistakes(cli, artifacts, tmp_path):
     assert "own optimizer" in refused(cli, artifacts, "-o", tmp_path / "out", "--optimizer", "adamw")
     assert "--bisect" in refused(cli, artifacts, "--bisect")
     assert not (tmp_path / "out").exists()
+
+
+def test_numbers_are_compared_with_standard_operators(cli, tmp_path, build_file):
+    """A wrong kernel must not be compared with itself."""
+    from ortgraph.cli.optimize_run import reference_form
+
+    path = tmp_path / "net.onnx"
+    assert cli("export", f"{build_file}:build", "-o", path).code == 0
+    captured = load(path)
+    assert any(n.domain == "ortgraph" for n in captured.graph)
+    assert {n.domain for n in reference_form(captured).graph} == {""}
+    planned = tmp_path / "planned.onnx"
+    assert cli("optimize", path, "-o", planned, "-O2", "--optimizer", "adamw", "--verify", "numerics").code == 0
+    assert reference_form(load(planned)).stage == "planned"
