@@ -24,6 +24,7 @@ from ortgraph.capture.legalize_versions import convert_opset
 from ortgraph.capture.onnx_joint import Joint
 from ortgraph.capture.onnx_read import infer_missing, name_dimensions, name_nodes
 from ortgraph.capture.onnx_seed import seed_input
+from ortgraph.capture.onnx_shapes import record_symbolic_shapes
 from ortgraph.errors import InputError, RuntimeSetupError, SignatureError
 from ortgraph.graph import Names, Parameter, Signature, TrainingGraph
 from ortgraph.graph.edit import PHASE_KEY, remove_node
@@ -94,6 +95,7 @@ def read_artifacts(folder: str | os.PathLike[str]) -> TrainingGraph:
     _mark_phases(graph)
     finish_embeddings(graph, names)(Joint({}, graph.outputs[0], tuple(graph)))
     infer_missing(graph)
+    record_symbolic_shapes(model)
     parameter_names = [str(v.name) for v in graph.inputs if v.name in values]
     optimizer = _read_optimizer(folder / OPTIMIZER)
     metadata = {"source": "onnxruntime artifacts", **({METADATA_KEY: optimizer.to_json()} if optimizer else {})}

@@ -30,6 +30,7 @@ from ortgraph.ops.expand import expand_composites
 from ortgraph.ops.spec import COMPOSITE, CONTRIB, KERNELS
 
 _IR_VERSION = 8  # of the small optimizer model; the runtime takes at most 10
+_ADAMW = {"alpha": 0.9, "beta": 0.999, "epsilon": 1e-8, "weight_decay": 0.01, "correct_bias": 1, "adam_mode": 0}
 _RANDOM = ("random_key", "random_step")
 
 
@@ -171,6 +172,9 @@ def _runtime_batch_norms(body: ir.Graph) -> None:
         body.opset_imports.setdefault(CONTRIB, 1)
         if node.op_type == "BatchNormGrad":
             node.op_type = "BatchNormalizationGrad"
+            forward = node.inputs[3].producer() if node.inputs[3] is not None else None
+            epsilon = 1e-5 if forward is None else forward.attributes.get_float("epsilon", 1e-5)
+            node.attributes["epsilon"] = ir.AttrFloat32("epsilon", epsilon)
             continue
         node.op_type = "BatchNormInternal"
         momentum = round(1.0 - float(str(np.float32(node.attributes.get_float("momentum", 0.1)))), 7)

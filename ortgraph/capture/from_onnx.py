@@ -17,6 +17,7 @@ from ortgraph.capture.onnx_loss import LossFunction, append_loss
 from ortgraph.capture.onnx_read import infer_missing, read_model
 from ortgraph.capture.onnx_roles import Roles, assign_roles
 from ortgraph.capture.onnx_seed import seed_input
+from ortgraph.capture.onnx_shapes import record_symbolic_shapes
 from ortgraph.errors import CaptureError
 from ortgraph.graph import Buffer, Names, Parameter, Signature, TrainingGraph, stamp
 from ortgraph.graph.edit import PHASE_KEY
@@ -78,6 +79,7 @@ def from_onnx(
     weights = _parameters_to_inputs(graph, roles)
     seed = seed_input(graph, joint.seed)
     infer_missing(graph)
+    record_symbolic_shapes(model)
     values = {**weights, **{s.input: np.zeros((), np.int64) for s in legal.states}}
     signature = Signature(
         loss=str(loss_value.name),

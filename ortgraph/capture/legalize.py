@@ -30,6 +30,7 @@ from ortgraph.capture.legalize_versions import convert_opset
 from ortgraph.capture.onnx_joint import Joint
 from ortgraph.capture.onnx_read import infer_forward, name_dimensions, name_nodes
 from ortgraph.capture.onnx_roles import Roles
+from ortgraph.capture.onnx_shapes import record_symbolic_shapes
 from ortgraph.graph import Names, State
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ def normalize(
     name_nodes(model.graph)
     expand_fused(model.graph, Names(model.graph))
     infer_forward(model)
+    record_symbolic_shapes(model)
     return model, originals
 
 
@@ -105,6 +107,7 @@ def legalize(model: ir.Model, loss: ir.Value, roles: Roles, names: Names, train_
     finish_unary = stand_in(path, names)
     legalize_saved.add_saved_outputs(graph, path, names)
     infer_forward(model)
+    record_symbolic_shapes(model)
     check_differentiable(path)
     return Legal(
         reaching=reached_parameters(path, roles.trainable),

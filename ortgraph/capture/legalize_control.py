@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import numpy as np
 import onnx
@@ -95,14 +96,15 @@ def constant_value(value: ir.Value, depth: int = 0) -> np.ndarray | None:
         made = ir.convenience.get_const_tensor(value)
         return None if made is None else made.numpy()
     if node.op_type in ("Shape", "Size") and node.inputs[0] is not None:
-        return _shape_value(node)
+        return shape_value(node)
     inputs = [None if v is None else constant_value(v, depth + 1) for v in node.inputs]
     if not inputs or node.domain not in ("", "ai.onnx") or any(a is None for a in inputs):
         return None
-    return _evaluate(node, inputs, value.index() or 0)
+    results = evaluate_node(node, inputs)
+    return results[value.index() or 0] if results else None
 
 
-def _shape_value(node: ir.Node) -> np.ndarray | None:
+def shape_value(node: ir.Node) -> np.ndarray | None:
     assert node.inputs[0] is not None
     shape = static_shape(node.inputs[0])
     if shape is None:
@@ -114,21 +116,23 @@ def _shape_value(node: ir.Node) -> np.ndarray | None:
     return np.array(shape[start:end], dtype=np.int64)
 
 
-def _evaluate(node: ir.Node, inputs: list[np.ndarray | None], output: int) -> np.ndarray | None:
-    """Run one small standard operator with ONNX's reference implementation."""
-    if any(a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in node.attributes.values()):
-        return None
+def evaluate_node(node: ir.Node, inputs: Sequence[np.ndarray | None]) -> list[np.ndarray]:
+    """Run one small standard operator with ONNX's reference implementation. Empty when it cannot be run."""
+    if node.domain not in ("", "ai.onnx") or any(
+        a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in node.attributes.values()
+    ):
+        return []
     version = node.graph.opset_imports.get("", 18) if isinstance(node.graph, ir.Graph) else 18
     proto = ir.serde.serialize_node(node)
     constants = [onnx.numpy_helper.from_array(a, n) for n, a in zip(proto.input, inputs, strict=True) if a is not None]
-    result = onnx.helper.make_empty_tensor_value_info(proto.output[output])
-    graph = onnx.helper.make_graph([proto], "constant", [], [result], constants)
+    results = [onnx.helper.make_empty_tensor_value_info(name) for name in proto.output if name]
+    graph = onnx.helper.make_graph([proto], "constant", [], results, constants)
     opsets = [onnx.helper.make_opsetid("", version)]
     try:
-        return ReferenceEvaluator(onnx.helper.make_model(graph, opset_imports=opsets)).run(None, {})[0]
+        return ReferenceEvaluator(onnx.helper.make_model(graph, opset_imports=opsets)).run(None, {})
     except (NotImplementedError, RuntimeError, ValueError, TypeError) as error:
         logger.debug("constant %s is not evaluated: %s", node.name, error)
-        return None
+        return []
 
 
 def refuse_control_flow(path: list[ir.Node]) -> None:

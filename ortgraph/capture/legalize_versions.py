@@ -118,6 +118,8 @@ def _expand_newer(model: ir.Model, own: int, target: int) -> None:
                 _UPDATE,
             )
         body.domain, body.name = _EXPANDED, f"{node.op_type}_{i}"
+        for entry in body.opset_import:
+            entry.version = own if entry.domain in ("", "ai.onnx") else entry.version
         made = {name for inner in body.node for name in inner.output}
         absent = [j for j, name in enumerate(body.output) if name not in made]
         if any(j < len(node.outputs) and is_used(node.outputs[j]) for j in absent):

@@ -15,6 +15,7 @@ from ortgraph.graph import Names
 from ortgraph.ops.infer import infer_node
 
 MISPLACED = frozenset({"SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization"})
+_MIN_IR = 4  # the first in which an initializer need not be an input
 _SMALL = 1024  # elements of an initializer that a skeleton keeps: shapes, axes, scales
 
 
@@ -52,6 +53,7 @@ def read_model(source: str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Mod
             f"{place}: not a readable ONNX model ({error})", "give a file written by an ONNX exporter"
         ) from error
     _drop_overridable_initializers(model.graph)
+    model.ir_version = max(model.ir_version or 0, _MIN_IR)
     _move_misplaced(model.graph)
     check(model, place)
     return model

@@ -28,6 +28,7 @@ NO_GRADIENT_INPUTS: dict[str, tuple[int, ...]] = {
     "GatherND": (1,),
     "OneHot": (0, 1, 2),
     "Pad": (1, 2, 3),
+    "Pow": (1,),
     "Range": (0, 1, 2),
     "ReduceL1": (1,),
     "ReduceL2": (1,),
@@ -138,7 +139,7 @@ def _explain_miss(graph: ir.Graph, pattern: str, weights: list[str], buffers: di
     """Say why an existing initializer is not trained; refuse a name that does not exist."""
     found = [pattern] if pattern in graph.initializers else fnmatch.filter(graph.initializers, pattern)
     if not found:
-        close = difflib.get_close_matches(pattern, weights, n=3, cutoff=0.4)
+        close = difflib.get_close_matches(pattern, list(graph.initializers), n=3, cutoff=0.4)
         some = ", ".join(weights[:8]) + ", ..." * (len(weights) > 8)
         raise InputError(
             f"trainable: {pattern!r} names no weight of the model",
