@@ -284,3 +284,25 @@ def test_run_to_run_bit_equal(bench, count) -> None:
         program.run()
         runs.append(program.value("loss").copy())
     assert all(np.array_equal(runs[0], r) for r in runs)
+
+
+def test_shape_nodes_run_before_their_place_in_the_file(bench, run_like_plain) -> None:
+    """ONNX Runtime moves Shape and Size forward: their results must not use memory that is free only later."""
+    t = bench()
+    x = t.input("x", floats(2, 2))
+    a = t.op("MatMul", x, x)
+    b = t.op("MatMul", a, x)
+    c = t.op("MatMul", b, a)  # a and b die here; a result of 16 bytes below may take their place
+    size = t.op("Cast", t.op("Size", x), to=ir.DataType.FLOAT)
+    shape = t.op("Add", t.op("Shape", x), t.build.ints([1]), name="after_shape")
+    t.output(t.op("MatMul", t.op("Mul", c, size), x, name="loss"), shape)
+    program = run_like_plain(t)
+    assert program.placement.unbound
+
+
+def test_update_by_a_shape_node(bench, run_like_plain) -> None:
+    t = bench()
+    x, seen = t.input("x", floats(2, 3)), t.input("seen", np.array([7, 7], np.int64))
+    t.output(t.op("ReduceSum", t.op("Mul", seen, seen), keepdims=0, name="loss"))
+    t.update(seen, t.op("Shape", x, name="new"))
+    assert run_like_plain(t).placement.copies

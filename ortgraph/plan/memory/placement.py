@@ -21,6 +21,9 @@ from ortgraph.plan.memory.validate import validate
 logger = logging.getLogger(__name__)
 METADATA_KEY = "ortgraph.plan"
 VERSION = 1
+# ONNX Runtime runs these as soon as their input is there, wherever they stand in the file: what they write has no
+# place in an arena whose lifetimes follow the file.
+_RUN_EARLY = frozenset({("", "Shape"), ("", "Size"), ("ai.onnx", "Shape"), ("ai.onnx", "Size")})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +101,7 @@ def place_values(
         members.setdefault(head, []).extend(live.members(storage))
     for head, values in members.items():
         size = nbytes(head)
-        if size is None:
+        if size is None or _runs_early(head):
             unbound += [v.name or "" for v in values]
             continue
         buffers.append(Buffer(head.name or "", live.born(head), last[head] + 1, size))
@@ -143,11 +146,16 @@ def _place_updates(
     for old, new in pairs:
         storage = live.storage(new)
         placed_already = storage in live.constants or storage in live.persistent or storage in at_input
-        if placed_already or live.born(storage) <= loss_at or not _may_overwrite(live, old, storage):
+        if placed_already or _runs_early(storage) or live.born(storage) <= loss_at or not _may_overwrite(live, old, storage):
             copies.append((old, new))
             continue
         at_input.update((v, old) for v in live.members(storage))
     return copies
+
+
+def _runs_early(value: ir.Value) -> bool:
+    node = value.producer()
+    return node is not None and (node.domain, node.op_type) in _RUN_EARLY
 
 
 def _may_overwrite(live: Liveness, old: ir.Value, new: ir.Value) -> bool:
@@ -185,7 +193,7 @@ def _reuse_inputs(
 ) -> tuple[dict[ir.Value, ir.Value], dict[ir.Value, int], dict[ir.Value, ir.Value]]:
     """Let nodes write over inputs that die with them. Returns (storage to shared storage, last step, in-place map)."""
     merged: dict[ir.Value, ir.Value] = {}
-    last = {s: live.last(s) for s in live.storages() if s not in at_input}
+    last = {s: live.last(s) for s in live.storages() if s not in at_input and not _runs_early(s)}
     in_place: dict[ir.Value, ir.Value] = {}
     for t, node in enumerate(live.order):
         taken: set[ir.Value] = set()
