@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import onnx_ir as ir
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.kernels.table import BY_OPERATOR
-from ortgraph.ops.runtime_forms import RUNTIME_FORMS
+from ortgraph.ops.runtime_forms import RUNTIME_FORMS, STANDARD_FORMS
 from ortgraph.ops.shapes import attribute
 from ortgraph.ops.spec import COMPOSITE, spec_of
 from ortgraph.ops.targets import TARGETS
@@ -85,10 +85,13 @@ class Alternative:
 
 
 def variant(node: ir.Node) -> str:
-    """Operator name with the attribute that changes its cost: ``Gelu:tanh``, ``Transpose:rows`` (rows stay whole)."""
+    """Operator name with the attribute that changes its cost: ``Gelu:tanh``, ``Transpose:rows`` (rows stay whole),
+    ``ReduceSum:rows`` (over all dimensions but the last)."""
     if node.op_type == "Transpose":
         perm = attribute(node, "perm")
         return "Transpose:rows" if perm and perm[-1] == len(perm) - 1 else "Transpose"
+    if node.op_type == "ReduceSum" and STANDARD_FORMS["ReduceSum"].applies(node) is None:
+        return "ReduceSum:rows"
     form = attribute(node, "approximate", "none")
     return node.op_type if form == "none" else f"{node.op_type}:{form}"
 
@@ -138,11 +141,19 @@ def alternatives(node: ir.Node, target: str, kernels: bool = True) -> tuple[Alte
     if node.domain == COMPOSITE:
         forms = RUNTIME_FORMS.get(node.op_type, ())
         found += [Alternative("runtime", f.targets, f.applies, f.build, _priced("runtime")) for f in forms]
-    elif found:
+    elif has_choice(node):
+        form = STANDARD_FORMS.get(node.op_type)
+        if form is not None:
+            found.append(Alternative("runtime", form.targets, form.applies, form.build, _priced("runtime")))
         found.append(Alternative("native", TARGETS, lambda node: None, _as_it_is, _priced("native")))
     if spec_of(node).expand is not None:
         found.append(Alternative("expansion", TARGETS, lambda node: None, _expand, _priced("expansion")))
     return tuple(a for a in found if target in a.targets)
+
+
+def has_choice(node: ir.Node) -> bool:
+    """Whether lowering may replace an operator that the target runs already."""
+    return has_kernel(node) or (node.domain in ("", "ai.onnx") and node.op_type in STANDARD_FORMS)
 
 
 def has_kernel(node: ir.Node) -> bool:

@@ -32,6 +32,7 @@ class Case:
         attributes: Node attributes.
         integers: Inputs that hold int64 below the given bound.
         booleans: Inputs that are bool.
+        constants: Inputs that are constant integers.
         domain: Operator domain.
     """
 
@@ -41,6 +42,7 @@ class Case:
     attributes: dict[str, object] = dataclasses.field(default_factory=dict)
     integers: dict[int, int] = dataclasses.field(default_factory=dict)
     booleans: frozenset[int] = frozenset()
+    constants: dict[int, list[int]] = dataclasses.field(default_factory=dict)
     domain: str = COMPOSITE
 
 
@@ -122,6 +124,7 @@ CASES: tuple[Case, ...] = (
     Case("AdamW", _adamw, 3, {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "weight_decay": 0.01}, {1: 9}),
     Case("Softmax", _scores(1), attributes={"axis": -1}, domain=""),
     Case("LayerNormalization", _layer_norm, 3, {"axis": -1}, domain=""),
+    Case("ReduceSum", lambda large: (_rows(large), (1,)), 1, {"keepdims": 0}, constants={1: [0]}, domain=""),
     *(Case("Transpose", _heads, attributes={"perm": list(p)}, domain="") for p in (_ROWS_WHOLE, _TURNED)),
 )
 
@@ -181,6 +184,10 @@ def _graph(case: Case, size: int, alternative: Alternative | None) -> tuple[ir.G
         if shape is None:
             inputs.append(None)
             continue
+        if i in case.constants:
+            tensor = ir.tensor(np.array(case.constants[i], np.int64), name=f"c{i}")
+            inputs.append(ir.val(f"c{i}", const_value=tensor, dtype=ir.DataType.INT64, shape=list(shape)))
+            continue
         if i in case.integers:
             array = rng.integers(1, case.integers[i], shape).astype(np.int64)
         elif i in case.booleans:
@@ -190,8 +197,9 @@ def _graph(case: Case, size: int, alternative: Alternative | None) -> tuple[ir.G
         feeds[f"i{i}"] = np.asarray(array)
         dtype = ir.DataType.from_numpy(feeds[f"i{i}"].dtype)
         inputs.append(ir.val(f"i{i}", dtype=dtype, shape=list(shape)))
-    given = [v for v in inputs if v is not None]
-    graph = ir.Graph(given, [], nodes=[], opset_imports={"": 18}, name="measured")
+    given = [v for v in inputs if v is not None and v.const_value is None]
+    fixed = [v for v in inputs if v is not None and v.const_value is not None]
+    graph = ir.Graph(given, [], nodes=[], initializers=fixed, opset_imports={"": 18}, name="measured")
     build = Builder(graph, "calibrate")
     made = build.multi(case.op_type, *inputs, outputs=case.outputs, domain=case.domain, **case.attributes)
     node = made[0].producer()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import onnx_ir as ir
 from ortgraph.ops.builder import Builder
-from ortgraph.ops.shapes import attribute, given
+from ortgraph.ops.shapes import attribute, given, ints_of
 from ortgraph.ops.spec import CONTRIB
 from ortgraph.ops.targets import STOCK, TRAINING
 
@@ -119,6 +121,38 @@ def _conv_grad(builder: Builder, node: ir.Node) -> Sequence[ir.Value | None]:
         group=attribute(node, "group", 1), **attributes,
     )  # fmt: skip
 
+
+def _rows_summed(node: ir.Node) -> str | None:
+    """Why a ReduceSum is not the sum over all dimensions but the last of a float value with a known shape."""
+    value = node.inputs[0]
+    axes = ints_of(node.inputs[1]) if len(node.inputs) > 1 and node.inputs[1] is not None else None
+    if value is None or value.dtype not in (ir.DataType.FLOAT, ir.DataType.DOUBLE):
+        return "not float32 or float64"
+    shape = static_shape(value)
+    if shape is None or axes is None:
+        return "its shape or axes are not known"
+    n = len(shape)
+    if n < 2 or sorted(a % n for a in axes) != list(range(n - 1)):
+        return "does not sum over all dimensions but the last"
+    return None
+
+
+def _rows_product(builder: Builder, node: ir.Node) -> Sequence[ir.Value | None]:
+    """A product with a row of ones: twice as fast as ONNX Runtime's sum over the first dimension."""
+    value = node.inputs[0]
+    assert value is not None and value.dtype is not None
+    shape = static_shape(value)
+    assert shape is not None
+    rows, width = math.prod(shape[:-1]), shape[-1]
+    flat = value if len(shape) == 2 else builder.op("Reshape", value, builder.ints([rows, width]))
+    made = builder.op("MatMul", builder.const(np.ones(rows), value.dtype, name="row_of_ones"), flat)
+    if not attribute(node, "keepdims", 1):
+        return [made]
+    return [builder.op("Reshape", made, builder.ints([*[1] * (len(shape) - 1), width]))]
+
+
+# Standard operators that another standard form may beat. Lowering compares it with the operator as it is.
+STANDARD_FORMS: dict[str, RuntimeForm] = {"ReduceSum": RuntimeForm(_BOTH, _rows_summed, _rows_product)}
 
 RUNTIME_FORMS: dict[str, tuple[RuntimeForm, ...]] = {
     "Gelu": (RuntimeForm(_BOTH, *_same("Gelu", "none")), RuntimeForm(_BOTH, *_same("FastGelu", "tanh"))),

@@ -1,4 +1,4 @@
-"""FuseBiasGradient: sums over all rows become one product with a row of ones."""
+"""FuseBiasGradient: sums over all rows become one form, which lowering knows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FORMS = ("product", "reduce")
 
 @dataclasses.dataclass(frozen=True)
 class FuseBiasGradient(RewritePass):
-    """ReduceSum(dY [.., N], all axes but the last) = MatMul(1 [rows], dY viewed [rows, N]).
+    """ReduceSum(dY [.., N], all axes but the last) = ReduceSum(dY viewed [rows, N], 0) = MatMul(1 [rows], dY).
 
     A Reshape in front that only splits or merges rows is looked through, so that sums of one gradient through
     different views meet (and common subexpressions merge them). On two cores, 1024 rows of 1024: ReduceSum 0.139 ms,
@@ -35,14 +35,15 @@ class FuseBiasGradient(RewritePass):
         the element type is neither float32 nor float64.
 
     Attributes:
-        form: ``product``, or ``reduce`` for one ReduceSum over the two-dimensional view.
+        form: ``reduce`` for one ReduceSum over the two-dimensional view, which lowering turns into the cheapest form
+            (a kernel, the product, or the sum as it is), or ``product`` at once.
     """
 
     name: ClassVar[str] = "fuse-bias-gradient"
     roots: ClassVar[frozenset[str]] = frozenset({"ReduceSum"})
     shared_inner: ClassVar[str] = "keep"
 
-    form: str = "product"
+    form: str = "reduce"
 
     def run(self, graph: TrainingGraph, *args: object) -> Changes:
         if self.form not in _FORMS:

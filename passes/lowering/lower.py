@@ -6,7 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 import onnx_ir as ir
-from ortgraph.ops.alternatives import Alternative, CostTable, alternatives, has_kernel, load_table
+from ortgraph.ops.alternatives import Alternative, CostTable, alternatives, has_choice, load_table
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.spec import COMPOSITE
 from ortgraph.ops.targets import TARGETS, TRAINING, reason_not_run
@@ -20,7 +20,7 @@ from ortgraph.manager.base import Changes, GraphPass, Refusal
 class Lower(GraphPass):
     """Each composite becomes its cheapest alternative; operators that the target lacks become their expansion.
 
-    A standard operator with a compiled kernel is replaced where the kernel is cheaper.
+    A standard operator with a compiled kernel or a faster standard form is replaced where that is cheaper.
 
     Alternatives are an operator of the target's own (``runtime``), a compiled kernel (``kernel``) and the reference
     expansion (``expansion``), chosen per node by the cost table; equal costs go to the first. Every choice is reported
@@ -59,7 +59,7 @@ class Lower(GraphPass):
         while todo:
             node = todo.pop()
             reason = reason_not_run(node, self.target, opset)
-            if reason is None and not (self.kernels and has_kernel(node)):
+            if reason is None and not has_choice(node):
                 continue
             made = self._replace(node, table, names, reason, changes)
             todo.extend(reversed(made))

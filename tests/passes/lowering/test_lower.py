@@ -88,6 +88,20 @@ def test_standard_operator_is_replaced_only_where_the_kernel_is_cheaper(bench, t
         np.testing.assert_allclose(bench.run(graph, feeds)[0], want, atol=1e-6)
 
 
+@pytest.mark.parametrize("keepdims", [0, 1])
+@pytest.mark.parametrize(("shape", "axes"), [((6, 4), (0,)), ((2, 3, 4), (0, -2)), ((2, 3, 4), (1,)), ((4, 6), (1,))])
+def test_sum_over_rows_may_become_a_product(bench, shape, axes, keepdims):
+    graph = bench.make(lambda b, x: b.op("ReduceSum", x, b.ints(axes), keepdims=keepdims), {"x": shape})
+    feeds = bench.feeds(graph)
+    want = bench.run(graph, feeds)[0]
+    outcome = Lower(kernels=False)(graph.model)
+    over_rows = len(axes) == len(shape) - 1 and len(shape) - 1 not in axes
+    assert bool(outcome.counts) == over_rows and ("MatMul" in bench.ops(graph)) == over_rows
+    got = bench.run(graph, feeds)[0]
+    assert got.shape == want.shape
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
 def test_without_kernels_none_is_chosen(bench):
     graph = composite(bench, "GeluGrad", {}, 2)
     Lower(kernels=False, prefer="kernel")(graph.model)
