@@ -105,6 +105,7 @@ def _measure(out: Output, plan: Any, folder: pathlib.Path) -> dict[str, Any]:
     from ortgraph.cli.demo_model import make_model
     from ortgraph.cli.optimize_run import reference_form
     from ortgraph.manager.instruments import Progress
+    from ortgraph.runtime.detect import detect_runtime
 
     torch.set_num_threads(plan.threads)
     with out.progress("reading docstrings"):
@@ -116,10 +117,10 @@ def _measure(out: Output, plan: Any, folder: pathlib.Path) -> dict[str, Any]:
             f"{len(data.classes)} packages; a Transformer of {parameters / 1e6:.1f} million parameters")  # fmt: skip
     with out.progress("capturing"):
         captured = ortgraph.capture(model, {k: torch.from_numpy(v) for k, v in batches[0].items()}, loss=0)
-    optimizer = ortgraph.optim.AdamW(lr=plan.lr, weight_decay=0.01)
+    chosen = {"optimizer": ortgraph.optim.AdamW(lr=plan.lr, weight_decay=0.01), "target": detect_runtime().target}
     with out.progress("optimizing") as tell:
-        lowered = ortgraph.optimize(captured, "O0", optimizer=optimizer)
-        optimized = ortgraph.optimize(captured, "O2", optimizer=optimizer, instruments=[Progress(tell)])
+        lowered = ortgraph.optimize(captured, "O0", **chosen)
+        optimized = ortgraph.optimize(captured, "O2", instruments=[Progress(tell)], **chosen)
     captured.save(folder / "captured.onnx")
     optimized.graph.save(folder / "step.onnx")
     session = ortgraph.TrainingSession(optimized.graph, threads=plan.threads)

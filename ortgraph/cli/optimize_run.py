@@ -201,4 +201,4 @@ def _explain(out: Output, name: str, records: Sequence[Any]) -> None:
     out.say(f"{name}, {found['runs']} times in this pipeline: {done}")
     rows = [(r["times"], r["reason"], r["node"]) for r in found["refusals"]]
     if rows:
-        out.table(f"What {name} left alone, and why", ("times", "reason", "first node"), rows, right=(0,))
+        out.table(f"What {name} left alone or chose, and why", ("times", "reason", "first node"), rows, right=(0,))

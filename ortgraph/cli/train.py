@@ -96,13 +96,16 @@ def _session(out: Output, target: str, chosen: Any, preset: str, threads: int | 
     import ortgraph
     from ortgraph.cli.capturing import capture_build
     from ortgraph.manager.instruments import Progress
+    from ortgraph.runtime.detect import detect_runtime
 
+    detect_runtime()  # without a runtime nothing below is worth the wait
     spec, graph = capture_build(out, target)
     chosen = chosen or spec.optimizer or ortgraph.optim.AdamW()
     if not isinstance(chosen, ortgraph.optim.AdamW):
         raise InputError(f"{target}: 'optimizer' is {type(chosen).__name__}", "ortgraph.optim.AdamW(lr=1e-3)")
     with out.progress("optimizing") as tell:
-        result = ortgraph.optimize(graph, preset, optimizer=chosen, instruments=[Progress(tell)])
+        options_ = {"optimizer": chosen, "target": detect_runtime().target, "instruments": [Progress(tell)]}
+        result = ortgraph.optimize(graph, preset, **options_)
     out.say(f"{preset}: {result.report.nodes_before} → {result.report.nodes_after} nodes")
     return spec, ortgraph.TrainingSession(result.graph, threads=threads), result.report
 

@@ -48,9 +48,11 @@ def add_optimization(page: Page, report: OptimizeReport) -> None:
     page.table((*tables.PASS_COLUMNS, "ms", "verify ms"), tables.pass_rows(done, seconds=True), right=(4, 5, 6))
     idle = [r.name for r in report.passes if not r.modified]
     page.text(f"Nothing to change for {len(idle)} others: {', '.join(dict.fromkeys(idle)) or 'none'}.", note=True)
-    page.section("What was left alone, and why")
+    page.section("What was left alone or chosen, and why")
     page.text(
-        "A refusal is a place that looks like the pattern of a pass but is not safe or not worth rewriting.", note=True
+        "Places that look like the pattern of a pass but are not safe or not worth rewriting, and for lowering the "
+        "alternative that the cost table chose.",
+        note=True,
     )
     page.table(("pass", "times", "reason", "first node"), tables.refusal_rows(report.passes), right=(1,))
 

@@ -37,8 +37,8 @@ def histogram(title: str, series: Mapping[str, Sequence[float]], x_label: str, b
     everything = sorted(v for values in ordered.values() for v in values)
     if not everything:
         return _frame(title, _text(_WIDTH / 2, _HEIGHT / 2, "no values", "middle"))
-    # The slowest hundredth (a busy machine) would squeeze all else into one bar; it is counted in the last one.
-    low, high = _padded(everything[0], everything[min(len(everything) - 1, math.ceil(len(everything) * 0.99))])
+    # The slowest twentieth (a busy machine) would squeeze all else into one bar; it is counted in the last one.
+    low, high = _padded(everything[0], everything[min(len(everything) - 1, math.ceil(len(everything) * 0.95))])
     parts = [_axes(low, high, 0, 1, x_label, "share of steps", y_ticks=False)]
     for i, (name, values) in enumerate(ordered.items()):
         parts.append(_bars(values, low, high, bins, _COLOURS[i % 4]))

@@ -16,7 +16,7 @@ from ortgraph.manager.rewrite import op_key
 from ortgraph.plan.memory.placement import METADATA_KEY as PLAN_KEY
 
 VALUE_COLUMNS = ("role", "name", "type")
-PASS_COLUMNS = ("pass", "changed", "nodes", "counts", "refused")
+PASS_COLUMNS = ("pass", "changed", "nodes", "counts", "remarks")
 _VARYING = re.compile(r"%\S+|'[^']*'|\d+")
 
 

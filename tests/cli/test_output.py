@@ -77,3 +77,18 @@ def test_json_switches_tables_off(capsys):
 def test_cells_are_no_markup(capsys):
     Output(as_json=False).table("T", ("a",), [("f32[red]x[/red]",)])
     assert "f32[red]x[/red]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_drawn_on_terminals_only(terminal, capsys):
+    import io
+
+    from rich.console import Console
+
+    drawn = io.StringIO()
+    out = Output(as_json=True)
+    out.stderr = Console(file=drawn, force_terminal=terminal, width=100)
+    with out.progress("training", total=3) as tell:
+        tell("loss [1.0]", advance=2)
+    assert ("loss [1.0]" in drawn.getvalue()) is terminal
+    assert capsys.readouterr().out == ""
