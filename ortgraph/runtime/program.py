@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import pathlib
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -113,26 +116,28 @@ class Program:
         value_pairs = [(inputs[i], outputs[o]) for i, o in pairs]
         results = list(self._values.values())
         self.order = order_program(graph, results, value_pairs)
-        self.placement: Placement = place_values(
-            graph.graph, self.order, results, value_pairs, stored_offsets(graph, name), loss_value(graph)
-        )
+        offsets, loss = stored_offsets(graph, name), loss_value(graph)
+        self.placement: Placement = place_values(graph.graph, self.order, results, value_pairs, offsets, loss)
         self._constants = {
             n: v.const_value.numpy()
             for n, v in self._values.items()
             if v.const_value is not None and v.is_initializer()
         }
-        computed = {o for node in self.order for o in node.outputs if o.name}
-        self._bound = [
-            v
-            for v in computed_in_order(self.order)
-            if v.name in self.placement.offsets or v.name in self.placement.at_input
-        ]
-        self._unbound = [n for n, v in self._values.items() if v in computed and n in self.placement.unbound]
         self._input_values = _inputs_read(graph.graph, self.order)
         self.inputs: dict[str, np.ndarray] = {}
         for value in (*self._input_values, *(v for v in results if v.is_graph_input())):
             self.inputs[value.name or ""] = self._input_buffer(value)
-        self._session = self._make_session(graph, threads, profile_prefix)
+        self._list_bound()
+        self._session, rewritten = self._make_session(graph, threads, profile_prefix)
+        if rewritten:
+            logger.warning(
+                "program %s: ONNX Runtime replaces %s by nodes of its own, whose order is not ours; "
+                "every value gets memory of its own",
+                name, ", ".join(rewritten),
+            )  # fmt: skip
+            self.placement = place_values(graph.graph, self.order, results, value_pairs, loss=loss, shared=False)
+            self._list_bound()
+            self._session, _ = self._make_session(graph, threads, profile_prefix)
         self._binding: onnxruntime.IOBinding | None = None
         self._generation = -1
         logger.info(
@@ -160,23 +165,37 @@ class Program:
             )
         return self._memory.batch(name, value.dtype.numpy(), shape)
 
-    def _make_session(self, graph: TrainingGraph, threads: int | None, profile_prefix: str | None):
+    def _list_bound(self) -> None:
+        """What is bound to an address, and which wanted outputs the runtime allocates."""
+        placement = self.placement
+        computed = computed_in_order(self.order)
+        self._bound = [v for v in computed if v.name in placement.offsets or v.name in placement.at_input]
+        unbound = {v.name for v in computed} & set(placement.unbound)
+        self._unbound = [n for n in self._values if n in unbound]
+
+    def _make_session(
+        self, graph: TrainingGraph, threads: int | None, profile_prefix: str | None
+    ) -> tuple[onnxruntime.InferenceSession | None, list[str]]:
+        """The runtime's session, and the operators that it replaces by others (functions without kernel, casts)."""
         import onnxruntime as ort
 
         if not self.order:
-            return None
+            return None, []
         extra = [self._values[n] for n in self._unbound]
         model = program_model(graph.model, self.order, self._input_values, [*self._bound, *extra])
         options = session_options(threads, profile_prefix)
         if any(node.domain == KERNELS for node in self.order):
             options.register_custom_ops_library(str(kernels.library_path()))
-        try:
-            return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # noqa: BLE001 - the runtime's exception types are private; the cause is chained
-            raise RuntimeSetupError(
-                f"ONNX Runtime {ort.__version__} refuses program {self.name}: {error}",
-                "lower the graph for this runtime (target=...), or report the node",
-            ) from error
+        with tempfile.TemporaryDirectory() as folder:
+            options.optimized_model_filepath = str(pathlib.Path(folder, "seen.onnx"))
+            try:
+                session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+            except Exception as error:  # noqa: BLE001 - the runtime's exception types are private; the cause is chained
+                raise RuntimeSetupError(
+                    f"ONNX Runtime {ort.__version__} refuses program {self.name}: {error}",
+                    "lower the graph for this runtime (target=...), or report the node",
+                ) from error
+            return session, replaced_operators(model, onnx.load(options.optimized_model_filepath))
 
     def _bound_session(self) -> onnxruntime.IOBinding:
         """Every input and every placed value bound at its address; bound anew when the arena has moved."""
@@ -255,6 +274,16 @@ class Program:
     def end_profiling(self) -> str:
         """Path of ONNX Runtime's profile; only for a program made with a profile prefix."""
         return self._session.end_profiling()
+
+
+def replaced_operators(given: onnx.ModelProto, seen: onnx.ModelProto) -> list[str]:
+    """Operators of nodes that the runtime replaced, and of those that it added, sorted; empty when it runs ours."""
+
+    def nodes(model: onnx.ModelProto) -> Counter[tuple[str, tuple[str, ...]]]:
+        return Counter((n.op_type, tuple(filter(None, n.output))) for n in model.graph.node)
+
+    ours, theirs = nodes(given), nodes(seen)
+    return sorted({op_type for op_type, _ in (*(ours - theirs), *(theirs - ours))})
 
 
 def computed_in_order(order: Sequence[ir.Node]) -> list[ir.Value]:

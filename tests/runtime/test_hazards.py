@@ -306,3 +306,21 @@ def test_update_by_a_shape_node(bench, run_like_plain) -> None:
     t.output(t.op("ReduceSum", t.op("Mul", seen, seen), keepdims=0, name="loss"))
     t.update(seen, t.op("Shape", x, name="new"))
     assert run_like_plain(t).placement.copies
+
+
+def test_operators_that_the_runtime_inlines_or_casts(bench, run_like_plain, caplog) -> None:
+    """Float16 runs between casts of the runtime's own, which come late: memory must not be shared then."""
+    t = bench()
+    x = t.input("x", floats(4, 4).astype(np.float16))
+    w = t.input("w", floats(4, 4).astype(np.float16))
+    value = x
+    for _ in range(4):
+        value = t.op("Tanh", t.op("Add", t.op("MatMul", value, w), x))
+    new = t.op("Sub", w, value, name="new")
+    t.output(t.op("ReduceSum", t.op("MatMul", value, w), keepdims=0, name="loss"))
+    t.update(w, new)
+    program = run_like_plain(t)
+    if program.placement.in_place:
+        assert "nodes of its own" not in caplog.text, "this runtime has float16 kernels"
+    else:
+        assert "nodes of its own" in caplog.text and program.placement.copies

@@ -73,6 +73,7 @@ def place_values(
     pairs: Iterable[tuple[ir.Value, ir.Value]],
     known: Mapping[str, int] | None = None,
     loss: ir.Value | None = None,
+    shared: bool = True,
 ) -> Placement:
     """Decide in-place updates, in-place operators and arena offsets.
 
@@ -82,6 +83,8 @@ def place_values(
         wanted: Values read after the run.
         pairs: (input, new value) of everything that the run replaces; the new values are among ``wanted``.
         loss: No input is overwritten before this value is computed (see ``order_updates``).
+        shared: Let values share memory. Without, every value has its own for the whole run, in place of nothing, and
+            updates are copied at the end: right in any order of execution.
         known: Offsets by storage name of an earlier plan of the same program; used if they fit and are valid.
 
     Raises:
@@ -90,8 +93,8 @@ def place_values(
     live = Liveness(graph, order, wanted)
     at_input = {v: root for root in live.persistent for v in live.members(root) if v is not root}
     computed_at = live.position.get(loss.producer(), -1) if loss is not None else -1  # type: ignore[arg-type]
-    copies = _place_updates(live, pairs, at_input, computed_at)
-    merged, last, in_place = _reuse_inputs(live, at_input)
+    copies = _place_updates(live, pairs, at_input, computed_at) if shared else list(pairs)
+    merged, last, in_place = _reuse_inputs(live, at_input) if shared else ({}, {}, {})
     buffers, unbound = [], []
     members: dict[ir.Value, list[ir.Value]] = {}
     for storage in live.storages():
@@ -104,7 +107,8 @@ def place_values(
         if size is None or _runs_early(head):
             unbound += [v.name or "" for v in values]
             continue
-        buffers.append(Buffer(head.name or "", live.born(head), last[head] + 1, size))
+        lower, upper = (live.born(head), last[head] + 1) if shared else (0, live.end + 1)
+        buffers.append(Buffer(head.name or "", lower, upper, size))
     problem = MemoryProblem(tuple(buffers))
     solution = _stored_solution(problem, known) or solve_best_fit(problem)
     validate(problem, solution)
@@ -146,7 +150,12 @@ def _place_updates(
     for old, new in pairs:
         storage = live.storage(new)
         placed_already = storage in live.constants or storage in live.persistent or storage in at_input
-        if placed_already or _runs_early(storage) or live.born(storage) <= loss_at or not _may_overwrite(live, old, storage):
+        if (
+            placed_already
+            or _runs_early(storage)
+            or live.born(storage) <= loss_at
+            or not _may_overwrite(live, old, storage)
+        ):
             copies.append((old, new))
             continue
         at_input.update((v, old) for v in live.members(storage))
