@@ -41,6 +41,8 @@ AFTER_LOWERING = ",".join((
     "simplify-transposes",
     "fuse-matmul-transpose",
     "fuse-matmul-scale",
+    "eliminate-common-subexpressions",  # why here: transposes that went into products leave equal ones behind
+    "fuse-embedding-update",
     "eliminate-identity",
     "eliminate-dead-code",
 ))

@@ -22,6 +22,7 @@ TABLE: dict[str, str] = {
     "bind-shapes": "ortgraph.passes.canonical.bind_shapes:BindShapes",
     "attach-optimizer": "ortgraph.passes.lowering.attach_optimizer:AttachOptimizer",
     "lower": "ortgraph.passes.lowering.lower:Lower",
+    "fuse-embedding-update": "ortgraph.passes.lowering.fuse_embedding_update:FuseEmbeddingUpdate",
     "plan-memory": "ortgraph.passes.memory.plan_memory:PlanMemory",
     "eliminate-dead-code": "ortgraph.passes.canonical.eliminate_dead_code:EliminateDeadCode",
     "eliminate-identity": "ortgraph.passes.canonical.eliminate_identity:EliminateIdentity",

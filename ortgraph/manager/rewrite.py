@@ -22,6 +22,7 @@ class Match:
         outputs: Values whose readers will read the rewrite's results instead.
         values: Named inputs of the pattern, for ``check`` and ``rewrite``.
         count: Name under which the rewrite is counted.
+        at: New nodes go before this node instead of the last one.
     """
 
     nodes: tuple[ir.Node, ...]
@@ -29,6 +30,7 @@ class Match:
     values: dict[str, ir.Value | None] = dataclasses.field(default_factory=dict)
     facts: dict[str, object] = dataclasses.field(default_factory=dict)
     count: str = "rewritten"
+    at: ir.Node | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +77,7 @@ class RewritePass(GraphPass):
             index += 1
             if not accept(index):
                 continue
-            build = Builder(graph.graph, self.name, before=found.nodes[-1], origins=found.nodes[::-1], names=names)
+            build = Builder(graph.graph, self.name, before=found.at or found.nodes[-1], origins=found.nodes[::-1], names=names)
             apply(found, self.rewrite(build, found))
             changes.counts[found.count] += 1
         return changes
