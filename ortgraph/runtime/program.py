@@ -203,6 +203,7 @@ class Program:
         if self._binding is not None and self._generation == arena.generation:
             return self._binding
         arena.ensure(self.arena_bytes)
+        assert self._session is not None
         binding = self._session.io_binding()
         for value in self._input_values:
             array = self.inputs[value.name or ""]
@@ -237,6 +238,7 @@ class Program:
             target[...] = source
 
     def _run_bound(self, binding: onnxruntime.IOBinding) -> None:
+        assert self._session is not None
         try:
             self._session.run_with_iobinding(binding)
         except Exception as error:  # noqa: BLE001 - the runtime's exception types are private; the cause is chained
@@ -273,6 +275,7 @@ class Program:
 
     def end_profiling(self) -> str:
         """Path of ONNX Runtime's profile; only for a program made with a profile prefix."""
+        assert self._session is not None, "the program has no nodes"
         return self._session.end_profiling()
 
 
