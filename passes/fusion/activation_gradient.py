@@ -19,7 +19,7 @@ class FuseActivationGradient(PointwiseFusion):
     Y is the result of the forward operator. Recognised by value, so masks by Greater, Sign or Where all count.
 
     Refuses when:
-        the numbers differ by more than 1e-6 (a leaky slope, a mask that is open at zero);
+        the numbers differ by more than 3e-7 (a leaky slope, a mask that is open at zero);
         Y is not made by the operator that the formula belongs to;
         an inner value of a forward SiLU is a graph output or has another reader that stays;
         an operand is broadcast, or the element type is neither float32 nor float64 or changes inside.

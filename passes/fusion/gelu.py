@@ -18,7 +18,7 @@ class FuseGelu(PointwiseFusion):
     Recognised by value (pointwise_region.py): operand order, Pow or Mul, Div or Mul, factored or not, all count.
 
     Refuses when:
-        the numbers differ by more than 1e-6 from the function (0.044 for 0.044715, 1.414 for sqrt 2);
+        the numbers differ by more than 3e-7 from the function (0.044 for 0.044715, 1.414 for sqrt 2);
         an inner value of the forward chain is a graph output or has another reader that stays;
         an operand is broadcast, or the element type is neither float32 nor float64 or changes inside.
     """

@@ -74,13 +74,13 @@ class Workbench:
         return session.run(None, {i.name: feeds[i.name] for i in session.get_inputs()})
 
     def apply(self, graph: TrainingGraph, a_pass: ir.passes.PassBase, tolerance: float = 2e-5) -> dict[str, int]:
-        """Run a pass on the graph; check truthfulness, structure and numbers. Returns the counts."""
+        """Run a pass on the graph; check truthfulness, structure and numbers (1 and 2 threads). Returns the counts."""
         feeds = self.feeds(graph)
         before, text = self.run(graph, feeds), text_hash(graph)
         outcome = a_pass(graph.model)
         assert outcome.modified == (text_hash(graph) != text), "the pass did not tell the truth about change"
         verify(graph)
-        for old, new in zip(before, self.run(graph, feeds), strict=True):
+        for old, new in zip(before, self.run(graph, feeds, threads=2), strict=True):
             assert old.dtype == new.dtype and old.shape == new.shape
             scale = max(1.0, float(np.abs(old).max(initial=0.0)))
             np.testing.assert_allclose(new, old, rtol=0, atol=tolerance * scale)

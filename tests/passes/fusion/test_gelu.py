@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import onnx_ir as ir
 import pytest
 from ortgraph.passes.fusion.gelu import FuseGelu
@@ -164,6 +165,19 @@ def test_float64_and_symbolic_shapes(bench):
 def test_wrong_constants(bench, form):
     reasons = bench.refusals(gelu(bench, form), FuseGelu())
     assert any("differ from Gelu" in r for r in reasons)
+
+
+@pytest.mark.parametrize("form", FORWARD)
+@pytest.mark.parametrize("factor", [1.0 + 3e-5, 0.999, 2.0])
+def test_every_constant_counts(bench, form, factor):
+    """Each constant of each form is changed in turn: nothing may be fused that is another function."""
+    count = len(gelu(bench, FORWARD[form][1]).graph.initializers)
+    for i in range(count):
+        graph = gelu(bench, FORWARD[form][1])
+        changed = list(graph.graph.initializers.values())[i]
+        number = changed.const_value.numpy() * np.float32(factor)
+        changed.const_value = ir.tensor(number.astype(np.float32), name=changed.name)
+        assert not FuseGelu()(graph.model).modified, f"constant {i} times {factor}"
 
 
 @pytest.mark.parametrize(
