@@ -20,19 +20,29 @@ CANONICAL = ",".join((
 ))
 
 FUSION = ",".join((
+    "raise-contrib",  # why first: ONNX Runtime's gradient operators become the composites that the rest knows
     "fuse-gelu",
     "fuse-activation-gradient",
+    "fuse-layer-norm",
+    "fuse-softmax",
+    "fuse-cross-entropy",
+    "fuse-embedding-gradient",
     "eliminate-dead-code",  # why here: decomposed forward chains die once their gradients are fused
 ))
 
 MATMUL = ",".join((
     "narrow-rows",  # why here: it knows plain MatMul and Gemm, and whole composites
     "fuse-matmul-transpose",  # why after canonical: cancelled transposes need no flag
+    "lift-batch-views",
+    "simplify-reshapes",  # why here: views of neighbouring products cancel
+    "simplify-transposes",
+    "fuse-matmul-transpose",  # why again: backward batched products lose their 3-D views only now
     "fuse-matmul-scale",
     "fuse-gemm-bias",
     "fuse-weight-gradient",
-    "simplify-reshapes",  # why here: Gemm's 2-D views of neighbours cancel
-    CLEAN,
+    "fuse-bias-gradient",
+    "simplify-reshapes",
+    CLEAN,  # why here: keys that were rotated twice are equal now
 ))
 
 AFTER_LOWERING = ",".join((
