@@ -9,6 +9,7 @@ with the same options (nothing bound but its results), the bound arena (every va
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
@@ -89,9 +90,9 @@ def measure(nodes: int, repeats: int) -> dict[str, float]:
     (program,) = session.programs
     ways = {"plain": plain_run(graph), "bound": program.run, "step": lambda: session.step(batch)}
     times: dict[str, list[float]] = {name: [] for name in ways}
-    names = list(ways)
+    orders = list(itertools.permutations(ways))  # which way runs before another decides what is in the caches
     for i in range(repeats + 20):
-        for name in names[i % 3 :] + names[: i % 3]:  # each way follows each other one equally often
+        for name in orders[i % len(orders)]:
             run = ways[name]
             start = time.perf_counter()
             run()
