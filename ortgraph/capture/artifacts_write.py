@@ -67,7 +67,7 @@ def _check(graph: TrainingGraph) -> None:
     for node in graph.graph:
         if node.domain == KERNELS:
             raise UnsupportedError(
-                f"node {node.name!r} ({node.op_type}) needs ortgraph's kernels, which onnxruntime.training.api does not load",
+                f"node {node.name!r} ({node.op_type}) needs ortgraph's kernels, which the training API does not load",
                 "write artifacts before lowering, or lower for onnxruntime-training",
             )
 
@@ -77,7 +77,7 @@ def _tensor(graph: TrainingGraph, name: str) -> onnx.TensorProto:
 
 
 def training_model(graph: TrainingGraph) -> onnx.ModelProto:
-    """``training_model.onnx``: data, parameters, accumulation buffers and the reset flag in; loss, outputs, flags out."""
+    """``training_model.onnx``: data, parameters, buffers and the reset flag in; loss, outputs and flags out."""
     twin = graph.clone()
     signature, body = twin.signature, twin.graph
     names = Names(body)

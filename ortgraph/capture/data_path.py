@@ -113,8 +113,8 @@ def refuse_lost_gradients(graph: ir.Graph, loss: ir.Value, parameters: Collectio
         for i, value in enumerate(node.inputs):
             if value is not None and value in carrying and _stops(node, i) and node.op_type not in _DECOMPOSED_STOPS:
                 raise UnsupportedError(
-                    f"node {node.name!r}: input {i} of {node.op_type} depends on a trainable weight (%{value.name}) and "
-                    f"has no gradient there",
+                    f"node {node.name!r}: input {i} of {node.op_type} depends on a trainable weight "
+                    f"(%{value.name}) and has no gradient there",
                     "freeze the weights that it depends on with trainable=[...]",
                 )
 

@@ -21,6 +21,7 @@ from ortgraph.capture.onnx_shapes import record_symbolic_shapes
 from ortgraph.errors import CaptureError
 from ortgraph.graph import Buffer, Names, Parameter, Signature, TrainingGraph, stamp
 from ortgraph.graph.edit import PHASE_KEY
+from ortgraph.ops.builder import Builder
 
 logger = logging.getLogger(__name__)
 
@@ -69,10 +70,12 @@ def from_onnx(
     if loss_value not in graph.outputs:
         graph.outputs.append(loss_value)
     legal = legalize.legalize(model, loss_value, roles, names, train_batch_norm)
+    loss_value = legal.loss
+    roles = _reaching(roles, legal.reaching)
+    target = _float_scalar(graph, loss_value, names)
     for node in graph:
         node.metadata_props.setdefault(PHASE_KEY, "forward")
-    roles = _reaching(roles, legal.reaching)
-    joint = append_backward(model, loss_value, roles.trainable, names, legal.cut)
+    joint = append_backward(model, target, roles.trainable, names, legal.cut)
     gradients = _gradient_outputs(graph, joint, {n: gradient_names[n] for n in roles.trainable})
     legal.finish(joint)
     data = [str(v.name) for v in graph.inputs if v.name not in {s.input for s in legal.states}]
@@ -93,6 +96,16 @@ def from_onnx(
         metadata={"source": "onnx", "loss": loss if isinstance(loss, str) else str(loss_value.name)},
     )
     return TrainingGraph(model, signature, values)
+
+
+def _float_scalar(graph: ir.Graph, loss: ir.Value, names: Names) -> ir.Value:
+    """The loss as a float32 scalar, the only form that the gradient builder takes."""
+    build = Builder(graph, "from-onnx", names=names)
+    if loss.dtype != ir.DataType.FLOAT:
+        loss = build.op("Cast", loss, to=ir.DataType.FLOAT)
+    if loss.shape is None or len(loss.shape):
+        loss = build.op("Reshape", loss, build.const(np.zeros(0, np.int64)))
+    return loss
 
 
 def _reaching(roles: Roles, reaching: set[str]) -> Roles:

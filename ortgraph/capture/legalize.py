@@ -41,6 +41,7 @@ class Legal:
     """What legalising leaves for the steps after it.
 
     Attributes:
+        loss: The loss, which a decomposition may have made anew.
         reaching: Trainable weights with a path to the loss.
         cut: Values through which no gradient flows.
         finishers: Run on the joint graph, in order: each puts final operators in the place of stand-ins.
@@ -48,6 +49,7 @@ class Legal:
         buffer_updates: Per running statistic the output that updates it.
     """
 
+    loss: ir.Value
     reaching: set[str]
     cut: list[ir.Value] = dataclasses.field(default_factory=list)
     finishers: list[Callable[[Joint], None]] = dataclasses.field(default_factory=list)
@@ -88,17 +90,20 @@ def legalize(model: ir.Model, loss: ir.Value, roles: Roles, names: Names, train_
         UnsupportedError: Names the first operator that has none, with the reason.
     """
     graph = model.graph
+    position = list(graph.outputs).index(loss)
     drawing = legalize_saved.training_dropouts(graph, names)
     if train_batch_norm:
         updates, finish_norms = legalize_batch_norm.train_statistics(graph, names)
     else:
         legalize_batch_norm.freeze_statistics(graph, names)
         updates, finish_norms = {}, lambda joint: None
+    loss = graph.outputs[position]
     states, finish_dropouts = legalize_saved.finish_dropouts(graph, drawing, names)
     path = data_path(graph, loss, roles.trainable)
     refuse_control_flow(path)
     refuse_lost_gradients(graph, loss, roles.trainable)
     decompose(path, names)
+    loss = graph.outputs[position]
     path = data_path(graph, loss, roles.trainable)
     legalize_saved.complete_norms(path, names)
     legalize_saved.explicit_pads(path)
@@ -110,6 +115,7 @@ def legalize(model: ir.Model, loss: ir.Value, roles: Roles, names: Names, train_
     record_symbolic_shapes(model)
     check_differentiable(path)
     return Legal(
+        loss=loss,
         reaching=reached_parameters(path, roles.trainable),
         cut=_cut(graph),
         finishers=[finish_unary, finish_norms, finish_dropouts, finish_embeddings(graph, names)],

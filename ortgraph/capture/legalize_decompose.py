@@ -290,7 +290,6 @@ def _instance_norm(b: Builder, node: ir.Node) -> list[ir.Value]:
 def _group_norm(b: Builder, node: ir.Node) -> list[ir.Value]:
     """GroupNormalization: scale and bias per group in opset 18, per channel from opset 21 on."""
     x, scale, bias = node.inputs
-    count = rank(node)
     groups = node.attributes.get_int("num_groups")
     assert x is not None and x.shape is not None and scale is not None
     channels = x.shape[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import onnx_ir as ir
@@ -14,7 +15,7 @@ from ortgraph.ops.builder import Builder
 
 
 def finish_embeddings(graph: ir.Graph, names: Names) -> Callable[[Joint], None]:
-    """A step that makes EmbeddingGrad of each GatherGrad of rows of a table [rows, width] of known shape."""
+    """A step that makes EmbeddingGrad of each GatherGrad of rows of a table of known shape."""
 
     def finish(joint: Joint) -> None:
         for node in joint.backward:
@@ -22,13 +23,26 @@ def finish_embeddings(graph: ir.Graph, names: Names) -> Callable[[Joint], None]:
                 continue
             table = node.outputs[0]
             shape = static_shape(table)
-            if shape is None or len(shape) != 2:
+            if not shape:
                 continue
             build = Builder(graph, "legalize", before=node, origins=[node], names=names)
-            _, indices, dy = node.inputs
-            gradient = build.op("EmbeddingGrad", dy, indices, domain=COMPOSITE, rows=shape[0], padding_idx=-1)
-            gradient.type, gradient.shape = table.type, table.shape
-            replace_value(table, gradient)
+            replace_value(table, _embedding_grad(build, node, shape))
             remove_node(node)
 
     return finish
+
+
+def _embedding_grad(build: Builder, node: ir.Node, shape: tuple[int, ...]) -> ir.Value:
+    """EmbeddingGrad over rows, a row of several axes flattened."""
+    _, indices, dy = node.inputs
+    assert indices is not None and dy is not None
+    width = math.prod(shape[1:])
+    if len(shape) != 2:
+        count = None if indices.shape is None else len(indices.shape)
+        leading = [0] * count if count is not None and len(shape) > 1 and count > 0 else [-1]
+        dy = build.op("Reshape", dy, build.ints([*leading, width]))
+    gradient = build.op("EmbeddingGrad", dy, indices, domain=COMPOSITE, rows=shape[0], padding_idx=-1)
+    if len(shape) != 2:
+        gradient = build.op("Reshape", gradient, build.ints(shape))
+    gradient.type, gradient.shape = node.outputs[0].type, node.outputs[0].shape
+    return gradient

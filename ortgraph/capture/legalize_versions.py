@@ -113,8 +113,8 @@ def _expand_newer(model: ir.Model, own: int, target: int) -> None:
         body = _function_body(node, own)
         if body is None:
             raise UnsupportedError(
-                f"node {node.name!r}: operator {node.op_type} of opset {own} does not exist at opset {target} and has no "
-                f"expansion; the newest supported opset is {MAX_OPSET}",
+                f"node {node.name!r}: operator {node.op_type} of opset {own} does not exist at opset {target} and "
+                f"has no expansion; the newest supported opset is {MAX_OPSET}",
                 _UPDATE,
             )
         body.domain, body.name = _EXPANDED, f"{node.op_type}_{i}"

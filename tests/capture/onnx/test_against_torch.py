@@ -1,5 +1,7 @@
 """Operators whose reference implementation is no float64 reference: loss and gradients against PyTorch in double."""
 
+# ruff: noqa: E501 - a model is one line of text
+
 from __future__ import annotations
 
 import numpy as np

@@ -1,5 +1,7 @@
 """The classes of models that broke other tools: each differentiates rightly, or is refused by one clear error."""
 
+# ruff: noqa: E501 - a model is one line of text
+
 from __future__ import annotations
 
 import subprocess
@@ -212,21 +214,25 @@ def test_12_a_builder_that_dies_gives_one_error_naming_the_node(onnx_tools):
 
 def test_14_saved_graphs_run_the_same_in_a_fresh_process(tmp_path, onnx_tools):
     text = HEAD + ") => (float loss) { h = MatMul(x, w) y = Elu(h)" + TAIL
+    want = {}
     for opset in (13, 20, 21):
         graph = from_onnx(onnx_tools.make_model(text, opset=opset, w=W), "loss")
-        want = onnx_tools.run_graph(graph, BATCH)
+        want[opset] = onnx_tools.run_graph(graph, BATCH)
         path = graph.save(tmp_path / f"train{opset}.onnx")
-        np.savez(tmp_path / "feeds.npz", **BATCH, **load(path).values, loss_gradient=np.float32(1))
-        code = (
-            "import sys, numpy as np, onnxruntime as o; f = dict(np.load(sys.argv[2]));"
-            "s = o.InferenceSession(sys.argv[1]); n = [v.name for v in s.get_outputs()];"
-            "np.savez(sys.argv[3], **dict(zip(n, s.run(None, f))))"
-        )
-        out = tmp_path / "out.npz"
-        subprocess.run([sys.executable, "-c", code, path, tmp_path / "feeds.npz", out], check=True, capture_output=True)
-        got = dict(np.load(out))
-        assert got.keys() == want.keys()
-        for name, value in want.items():
+        np.savez(tmp_path / f"train{opset}.npz", **BATCH, **load(path).values, loss_gradient=np.float32(1))
+    code = (
+        "import sys, numpy as np, onnxruntime as o\n"
+        "for path in sys.argv[1:]:\n"
+        "    f = dict(np.load(path + '.npz')); s = o.InferenceSession(path + '.onnx')\n"
+        "    names = [v.name for v in s.get_outputs()]\n"
+        "    np.savez(path + '.out.npz', **dict(zip(names, s.run(None, f))))"
+    )
+    stems = [str(tmp_path / f"train{opset}") for opset in want]
+    subprocess.run([sys.executable, "-c", code, *stems], check=True, capture_output=True)
+    for opset, outputs in want.items():
+        got = dict(np.load(tmp_path / f"train{opset}.out.npz"))
+        assert got.keys() == outputs.keys()
+        for name, value in outputs.items():
             np.testing.assert_allclose(got[name], value, rtol=1e-6, atol=1e-7)
 
 
@@ -329,3 +335,81 @@ def test_scalars_train_only_when_named(onnx_tools):
 def test_unreadable_sources(source, message):
     with pytest.raises(InputError, match=message):
         from_onnx(source)
+
+
+def test_a_double_model_with_a_loss_of_one_element(onnx_tools):
+    text = "g (double[5,4] x, double[4,3] w) => (double[1,1] loss) { h = MatMul(x, w) y = Mul(h, h) loss = ReduceMean<keepdims=1>(y) }"
+    graph = from_onnx(onnx_tools.make_model(text, w=W.astype(np.float64)), "loss")
+    x = BATCH["x"].astype(np.float64)
+    outputs = onnx_tools.run_graph(graph, {"x": x}, seed=0.5)
+    weight = torch.tensor(W, dtype=torch.float64, requires_grad=True)
+    (0.5 * ((torch.tensor(x) @ weight) ** 2).mean()).backward()
+    np.testing.assert_allclose(outputs["w.grad"], weight.grad.numpy(), rtol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(6,), (6, 2, 3)])
+def test_gathered_rows_of_any_rank_sum_repeated_indices(shape, onnx_tools):
+    text = (
+        f"g (float[{','.join(map(str, shape))}] t) => (float loss) {{ i = Constant<value=int64[2,3] {{0,5,5,-1,2,0}}>() y = Gather(t, i)"
+        + TAIL
+    )
+    table = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    graph = onnx_tools.check_model(onnx_tools.make_model(text, t=table), {})
+    assert "GatherGrad" not in {n.op_type for n in graph.graph}
+
+
+def test_shapes_follow_named_dimensions_through_shape_arithmetic(onnx_tools):
+    text = """g (float[batch,length,4] x, float[4,3] w) => (float[batch,c] output) {
+        s = Shape<start=0,end=1>(x) m = Constant<value_ints=[-1]>() t = Concat<axis=0>(s, m) h = MatMul(x, w)
+        f = Reshape(h, t) output = Sin(f) }"""
+    graph = from_onnx(onnx_tools.make_model(text, w=W), "mse")
+    shapes = {v.name: [str(d) for d in v.shape] for n in graph.graph for v in n.outputs}
+    assert shapes["f"] == ["batch", "3*length"]
+    assert [str(d) for d in next(v for v in graph.graph.inputs if v.name == "targets").shape] == ["batch", "3*length"]
+    batch = {"x": np.ones((2, 5, 4), np.float32), "targets": np.zeros((2, 15), np.float32)}
+    assert onnx_tools.run_graph(graph, batch)["w.grad"].shape == (4, 3)
+
+
+def test_an_exported_transformer(onnx_tools, tmp_path):
+    """torch.onnx.export with a named batch: every gradient by the design's measure, at 1 and 2 threads."""
+    torch.manual_seed(0)
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = torch.nn.Embedding(30, 16)
+            layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, activation="gelu", batch_first=True)
+            self.encoder = torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+            self.head = torch.nn.Linear(16, 5)
+
+        def forward(self, ids):
+            return self.head(self.encoder(self.embed(ids)).mean(1))
+
+    module, ids, labels = Net(), torch.randint(0, 30, (3, 7)), torch.randint(0, 5, (3,))
+    batch = {0: torch.export.Dim("batch", min=2, max=64)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = torch.onnx.export(
+            module, (ids,), dynamo=True, opset_version=18, dynamic_shapes={"ids": batch}, optimize=False, verbose=False
+        )
+    program.save(tmp_path / "model.onnx")
+    graph = from_onnx(tmp_path / "model.onnx", "cross_entropy")
+    assert not [
+        v.name
+        for n in graph.graph
+        for v in n.outputs
+        if v.shape is None or None in [getattr(d, "value", d) for d in v.shape]
+    ]
+    double = Net().double()
+    double.load_state_dict(module.state_dict())
+    for network in (module, double):
+        torch.nn.functional.cross_entropy(network(ids), labels).backward()
+    trained = {p.name for p in graph.signature.trainable}
+    assert trained == {name for name, _ in module.named_parameters()}
+    exact = {k: p.grad.numpy() for k, p in double.named_parameters()}
+    norm, feeds = np.linalg.norm, {"ids": ids.numpy(), "labels": labels.numpy()}
+    for threads in (1, 2):
+        outputs = onnx_tools.run_graph(graph, feeds, threads)
+        for name, parameter in module.named_parameters():
+            error = norm(outputs[f"{name}.grad"] - exact[name])
+            assert error <= 4 * norm(parameter.grad.numpy() - exact[name]) + 1e-6 * norm(exact[name]) + 1e-9, name

@@ -1,5 +1,7 @@
 """Convolutions, pools, normalizations, losses and fused operators on the data path, against central differences."""
 
+# ruff: noqa: E501 - a model is one line of text
+
 from __future__ import annotations
 
 import numpy as np

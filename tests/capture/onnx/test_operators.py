@@ -1,5 +1,7 @@
 """Each operator on the data path: loss and gradients against central differences in float64, at 1 and 2 threads."""
 
+# ruff: noqa: E501 - a model is one line of text
+
 from __future__ import annotations
 
 import zlib
@@ -79,15 +81,18 @@ def test_gradient(name, onnx_tools):
     )
 
 
-@pytest.mark.parametrize("axes", ["[1]", "[0, -1]", None])
-@pytest.mark.parametrize("keep", [0, 1])
 @pytest.mark.parametrize("kind", REDUCTIONS)
-def test_reduction(kind, keep, axes, onnx_tools):
-    given = (
-        f"ax = Constant<value_ints={axes}>() y = Reduce{kind}<keepdims={keep}>(p, ax)"
-        if axes
-        else f"y = Reduce{kind}<keepdims={keep}>(p)"
-    )
-    positive = "p = Mul(w, w)" if "Log" in kind else "p = Identity(w)"
-    text = "g (float[2,3,4] w) => (float loss) {" + positive + " " + given + FINISH
-    onnx_tools.check_model(onnx_tools.make_model(text, w=_weights((2, 3, 4), kind)), {}, tolerance=5e-5)
+def test_reduction(kind, onnx_tools):
+    """Six forms in one model, each on a weight of its own: with axes, negative axes and none; dimensions kept or not."""
+    forms = [(keep, axes) for keep in (0, 1) for axes in ("[1]", "[0, -1]", None)]
+    parts, losses = [], []
+    for i, (keep, axes) in enumerate(forms):
+        parts.append(f"p{i} = {'Exp' if 'Log' in kind else 'Identity'}(w{i})")
+        given = f", ax{i}" if axes else ""
+        parts.append(f"ax{i} = Constant<value_ints={axes or [0]}>() y{i} = Reduce{kind}<keepdims={keep}>(p{i}{given})")
+        parts.append(f"s{i} = Sin(y{i}) m{i} = ReduceMean<keepdims=0>(s{i})")
+        losses.append(f"m{i}")
+    inputs = ", ".join(f"float[2,3,4] w{i}" for i in range(len(forms)))
+    text = f"g ({inputs}) => (float loss) {{ {' '.join(parts)} loss = Sum({', '.join(losses)}) }}"
+    weights = {f"w{i}": _weights((2, 3, 4), f"{kind}{i}") for i in range(len(forms))}
+    onnx_tools.check_model(onnx_tools.make_model(text, **weights), {}, tolerance=5e-5)
