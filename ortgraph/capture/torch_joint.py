@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from ortgraph.capture.torch_lost import refuse_parameter_hooks, watch_lost
 from ortgraph.capture.torch_source import user_frame
 from ortgraph.errors import CaptureError, OrtgraphError
 
@@ -76,9 +77,10 @@ def trace_joint(
     Raises:
         CaptureError: ``torch.export`` or AOTAutograd refuses the module (data-dependent control flow and the like).
     """
+    refuse_parameter_hooks(module)
     dims = tuple({d: torch.export.Dim.DYNAMIC for d in sorted(axes)} or None for axes in dynamic)
     try:
-        with _tracing():
+        with _tracing(), watch_lost() as lost:
             program = torch.export.export(module, args, strict=False, dynamic_shapes=(dims,) if any(dims) else None)
     except OrtgraphError:
         raise
@@ -86,11 +88,14 @@ def trace_joint(
         raise _refusal(error, "torch.export", names) from error
     exported = program.module(check_guards=False)
     constants = _constants_to_buffers(exported, set(program.graph_signature.buffers))
-    fakes = _fake_inputs(program)
+    # where export lost a backward, AOTAutograd traces the module itself: autograd then runs what the user wrote
+    source = module if lost else exported
     try:
         with _tracing(), contextlib.ExitStack() as stack:  # a fake mode is active inside: touch no real tensor here
-            graph_module = _aot_joint(stack, exported, fakes, decompositions)
+            graph_module = _aot_joint(stack, source, _fake_inputs(program), decompositions)
     except Exception as error:  # noqa: BLE001 - as above
+        if lost:
+            raise _lost(error, lost) from error
         raise _refusal(error, "AOTAutograd", names) from error
     uppers = {str(symbol): bounds.upper for symbol, bounds in program.range_constraints.items()}
     placeholders = graph_module.graph.find_nodes(op="placeholder")
@@ -107,7 +112,7 @@ def trace_joint(
 
 
 def _aot_joint(
-    stack: contextlib.ExitStack, exported: GraphModule, fakes: tuple[Any, ...], decompositions: Mapping[Any, Any]
+    stack: contextlib.ExitStack, module: torch.nn.Module, fakes: tuple[Any, ...], decompositions: Mapping[Any, Any]
 ) -> GraphModule:
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
     from torch._guards import TracingContext, tracing
@@ -115,7 +120,7 @@ def _aot_joint(
     fake_mode = next((f.fake_mode for f in fakes if hasattr(f, "fake_mode")), None)
     if fake_mode is not None:
         stack.enter_context(tracing(TracingContext(fake_mode)))
-    return aot_export_joint_with_descriptors(stack, exported, fakes, decompositions=dict(decompositions)).graph_module
+    return aot_export_joint_with_descriptors(stack, module, fakes, decompositions=dict(decompositions)).graph_module
 
 
 def _fake_inputs(program: torch.export.ExportedProgram) -> tuple[Any, ...]:
@@ -192,6 +197,15 @@ def _refusal(error: Exception, by: str, names: Sequence[str]) -> CaptureError:
         hint = "run module(*batch) alone first; if that works, simplify the code at this place"
     place = user_frame(text)
     return CaptureError(f"{by} cannot trace the module{' at ' + place if place else ''}: {sentence} ({kind})", hint)
+
+
+def _lost(error: Exception, lost: Sequence[str]) -> CaptureError:
+    sentence = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return CaptureError(
+        f"{', '.join(lost)} cannot be traced: {sentence} ({type(error).__name__})",
+        "write it with torch operators (a straight-through value is x + (f(x) - x).detach()); checkpoint with "
+        "use_reentrant=False; remove hooks",
+    )
 
 
 @contextlib.contextmanager

@@ -40,7 +40,9 @@ class TracedStep(torch.nn.Module):
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         batch, loss, tangents, results = self._call
         args, kwargs, target = batch.rebuild(tensors)
+        buffers = [(m, n, b) for m in self.modules() for n, b in m._buffers.items() if b is not None]
         outputs = getattr(self, ROOT)(*args, **kwargs)
+        _write_assigned(buffers)
         named = named_outputs(outputs)
         value, name = _loss_of(loss, outputs, named, batch, tensors, target)
         results.loss = name
@@ -50,6 +52,21 @@ class TracedStep(torch.nn.Module):
         if unknown:
             raise InputError(f"tangents names {unknown}, the outputs are {list(rest)}", "name outputs besides the loss")
         return value.reshape(()), *(v if k in tangents else v.detach() for k, v in rest.items())
+
+
+def _write_assigned(buffers: Sequence[tuple[torch.nn.Module, str, torch.Tensor]]) -> None:
+    """Turn ``self.buffer = new`` into a write to the buffer: export forgets assignments inside submodules."""
+    for module, name, old in buffers:
+        new = module._buffers.get(name)
+        if new is old:
+            continue
+        if new is None or new.shape != old.shape or new.dtype != old.dtype:
+            raise CaptureError(
+                f"{type(module).__name__}.forward() replaces the buffer {name!r} by one of another shape or dtype",
+                "keep shape and dtype, or return it as an output",
+            )
+        module._buffers[name] = old
+        old.copy_(new.detach())
 
 
 def named_outputs(outputs: Any) -> dict[str, torch.Tensor]:

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from ortgraph.capture.torch_dims import Dim
 from ortgraph.capture.torch_rules import rule
-from ortgraph.capture.torch_translate import Dim, Translation
+from ortgraph.capture.torch_translate import Translation
 
 INT64 = ir.DataType.INT64
 

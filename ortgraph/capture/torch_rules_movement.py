@@ -8,8 +8,9 @@ from typing import Any
 import onnx_ir as ir
 import sympy
 
+from ortgraph.capture.torch_dims import Dim
 from ortgraph.capture.torch_rules import rule
-from ortgraph.capture.torch_translate import Dim, Translation
+from ortgraph.capture.torch_translate import Translation
 
 _END = 2**63 - 1
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import onnx_ir as ir
 
+from ortgraph.capture.torch_dims import Dim
 from ortgraph.capture.torch_rules import rule
-from ortgraph.capture.torch_translate import Dim, Translation
+from ortgraph.capture.torch_translate import Translation
 
 
 @rule("native_layer_norm.default")
@@ -17,8 +18,33 @@ def _layer_norm(
 ) -> Sequence[ir.Value]:
     dtype = t.out_dtype()
     axis = len(t.dims(input)) - len(normalized_shape)
+    if dtype != ir.DataType.FLOAT:
+        return _layer_norm_apart(t, input, axis, weight, bias, eps)
     scale = weight if weight is not None else t.filled(1, normalized_shape, dtype)
     return t.multi("LayerNormalization", input, scale, bias, outputs=3, axis=axis, epsilon=eps)
+
+
+def _layer_norm_apart(t: Translation, x: ir.Value, axis: int, weight: Any, bias: Any, eps: float) -> Sequence[ir.Value]:
+    """For other types than float32: ONNX's LayerNormalization gives its statistics in float32 only.
+
+    float64 is computed in float64; 16-bit types in float32, as PyTorch does.
+    """
+    dtype = t.out_dtype()
+    wide = dtype if dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
+    axes = t.build.ints(range(axis, len(t.dims(x))))
+    x = t.cast(x, wide)
+    mean = t.op("ReduceMean", x, axes, keepdims=1)
+    error = t.op("Sub", x, mean)
+    variance = t.op("ReduceMean", t.op("Mul", error, error), axes, keepdims=1)
+    invstd = t.op("Reciprocal", t.op("Sqrt", t.op("Add", variance, t.scalar(eps, wide))))
+    y = t.op("Mul", error, invstd)
+    if weight is not None:
+        y = t.op("Mul", y, t.cast(weight, wide))
+    if bias is not None:
+        y = t.op("Add", y, t.cast(bias, wide))
+    dims = [t.out_dims(i) for i in range(3)]
+    made = [t.typed(v, wide, d) for v, d in zip((y, mean, invstd), dims, strict=True)]
+    return [t.cast(v, t.out_dtype(i)) for i, v in enumerate(made)]
 
 
 @rule("native_layer_norm_backward.default")
@@ -191,3 +217,15 @@ def _group_norm_backward(
 
 def _quotient(size: Dim, parts: int) -> Dim:
     return size // parts if isinstance(size, int) else size / parts
+
+
+@rule("_weight_norm_interface_backward.default")
+def _weight_norm_backward(
+    t: Translation, grad_w: ir.Value, saved_v: ir.Value, saved_g: ir.Value, saved_norms: ir.Value, dim: int
+) -> Sequence[ir.Value]:
+    """w = g v / |v|: dg = sum(dw v) / |v|, dv = g / |v| (dw - v dg / |v|)."""
+    rank = len(t.dims(saved_v))
+    axes = t.build.ints([i for i in range(rank) if i != dim % rank])
+    dg = t.op("Div", t.op("ReduceSum", t.op("Mul", grad_w, saved_v), axes, keepdims=1), saved_norms)
+    along = t.op("Mul", saved_v, t.op("Div", dg, saved_norms))
+    return t.op("Mul", t.op("Div", saved_g, saved_norms), t.op("Sub", grad_w, along)), dg

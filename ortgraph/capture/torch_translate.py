@@ -13,6 +13,7 @@ import sympy
 import torch
 from torch.fx import Node
 
+from ortgraph.capture.torch_dims import Dim, is_whole, parse_dim, reshape_pattern
 from ortgraph.capture.torch_rules import rules
 from ortgraph.capture.torch_source import module_path, phase_of, source_line
 from ortgraph.errors import CaptureError, UnsupportedError
@@ -21,7 +22,6 @@ from ortgraph.ops.builder import Builder
 from ortgraph.ops.spec import COMPOSITE
 
 PASS = "capture"
-Dim = int | sympy.Expr
 DTYPES = {
     torch.float32: ir.DataType.FLOAT, torch.float64: ir.DataType.DOUBLE, torch.float16: ir.DataType.FLOAT16,
     torch.bfloat16: ir.DataType.BFLOAT16, torch.int64: ir.DataType.INT64, torch.int32: ir.DataType.INT32,
@@ -202,7 +202,7 @@ class Translation:
         if before == dims:
             return value
         assert value.dtype is not None
-        shape = _reshape_pattern(before, dims)
+        shape = reshape_pattern(before, dims)
         target = self.build.ints(shape) if shape is not None else self.shape_input(dims)
         return self.typed(self.op("Reshape", value, target), value.dtype, dims)
 
@@ -272,9 +272,9 @@ class Translation:
             return self.op("Shape", value, start=axis, end=axis + 1)
         if isinstance(dim, (sympy.Add, sympy.Mul)):
             op_type = "Add" if isinstance(dim, sympy.Add) else "Mul"
-            result = self.size(dim.args[0]) if _whole(dim.args[0]) else None
+            result = self.size(dim.args[0]) if is_whole(dim.args[0]) else None
             for term in dim.args[1:]:
-                if result is None or not _whole(term):
+                if result is None or not is_whole(term):
                     break
                 result = self.op(op_type, result, self.size(term))
             else:
@@ -383,41 +383,6 @@ class Translation:
             )
         if value.producer() in made:
             self.typed(value, dtype, dims)
-
-
-def parse_dim(text: str | None) -> sympy.Expr:
-    """The expression of a recorded symbolic dimension."""
-    assert text is not None, "a dimension without a name"
-    names = {n: named_dim(n) for n in _identifiers(text)}
-    return sympy.sympify(text, locals=names)
-
-
-def named_dim(name: str) -> sympy.Symbol:
-    """The symbol of a dimension that the user named."""
-    return sympy.Symbol(name, integer=True, positive=True)
-
-
-def _identifiers(text: str) -> set[str]:
-    return {str(s) for s in sympy.sympify(text, locals={}).free_symbols} if text.isidentifier() is False else {text}
-
-
-def _whole(expression: sympy.Expr) -> bool:
-    return not (expression.is_Rational and not expression.is_Integer) and not isinstance(expression, sympy.Pow)
-
-
-def _reshape_pattern(before: tuple[Dim, ...], after: tuple[Dim, ...]) -> list[int] | None:
-    """A constant Reshape input with 0 (copied) and at most one -1, or None when sizes have to be computed."""
-    if any(d == 0 for d in after):
-        return None if not all(isinstance(d, int) for d in after) else [int(d) for d in after]
-    shape: list[int] = []
-    for i, dim in enumerate(after):
-        if isinstance(dim, int):
-            shape.append(dim)
-        elif i < len(before) and before[i] == dim:
-            shape.append(0)
-        else:
-            shape.append(-1)
-    return shape if shape.count(-1) <= 1 else None
 
 
 def _overload_name(target: Any) -> str:

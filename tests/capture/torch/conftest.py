@@ -20,10 +20,8 @@ from ortgraph.graph.verify import verify
 from ortgraph.runtime.prepare import FOLD, run_passes
 
 
-def run_graph(
-    graph: TrainingGraph, batch: dict[str, Any], threads: int = 1, repeats: int = 1, **extra: Any
-) -> list[dict[str, np.ndarray]]:
-    """All outputs of a captured graph, run ``repeats`` times with ONNX Runtime and no optimization of its own."""
+def expanded_model(graph: TrainingGraph, batch: dict[str, Any]) -> bytes:
+    """A captured graph with symbolic dimensions bound to a batch and composites expanded, as a file's bytes."""
     arrays = {k: np.asarray(v) for k, v in batch.items()}
     expanded = graph.clone()
     if is_dynamic(expanded):
@@ -31,17 +29,30 @@ def run_graph(
         run_passes(expanded, FOLD)
         infer_unknown(expanded)
     expand_composites(expanded)
+    return ir.serde.serialize_model(expanded.model).SerializeToString()
+
+
+def run_model(
+    model: bytes, graph: TrainingGraph, batch: dict[str, Any], threads: int, repeats: int, extra: dict[str, Any]
+) -> list[dict[str, np.ndarray]]:
+    """All outputs, run ``repeats`` times with ONNX Runtime and no optimization of its own."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(
-        ir.serde.serialize_model(expanded.model).SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
+    session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    arrays = {k: np.asarray(v) for k, v in batch.items()}
     feed = {**graph.values, **arrays, "loss_gradient": np.asarray(1, np.float32), **extra}
     feed = {i.name: feed[i.name] for i in session.get_inputs()}
     names = [o.name for o in session.get_outputs()]
     return [dict(zip(names, session.run(None, feed), strict=True)) for _ in range(repeats)]
+
+
+def run_graph(
+    graph: TrainingGraph, batch: dict[str, Any], threads: int = 1, repeats: int = 1, **extra: Any
+) -> list[dict[str, np.ndarray]]:
+    """All outputs of a captured graph, by reference expansion."""
+    return run_model(expanded_model(graph, batch), graph, batch, threads, repeats, extra)
 
 
 def _sizes(graph: TrainingGraph, arrays: dict[str, np.ndarray]) -> dict[str, int]:
@@ -105,8 +116,9 @@ def check_capture() -> Callable[..., TrainingGraph]:
         for used in run_batches or (batch,):
             loss, want = torch_gradients(copy.deepcopy(before), lambda m, b=used: loss_of(m, b))
             _, exact = torch_gradients(copy.deepcopy(double), lambda m, b=used: loss_of(m, as_double(b)))
+            model = expanded_model(graph, used)
             for threads in (1, 2):
-                runs = run_graph(graph, used, threads, repeats)
+                runs = run_model(model, graph, used, threads, repeats, {})
                 for run in runs[1:]:
                     assert all(np.array_equal(run[k], runs[0][k]) for k in run), "repeats differ"
                 got = {n: runs[0][g] for n, g in graph.signature.gradients.items()}

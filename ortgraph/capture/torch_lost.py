@@ -1,0 +1,55 @@
+"""What ``torch.export`` drops without a word: backward functions written by hand, hooks on gradients."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ortgraph.capture.torch_source import user_path
+from ortgraph.errors import CaptureError
+
+
+@contextlib.contextmanager
+def watch_lost() -> Iterator[list[str]]:
+    """Collect the custom ``autograd.Function`` and the tensor hooks that run inside, each described once.
+
+    Export records the forward of such a function and the tensor of such a hook, but neither's backward: the gradient
+    would be silently another.
+    """
+    lost: list[str] = []
+    function, tensor = torch.autograd.Function, torch.Tensor
+    apply, register_hook = function.__dict__["apply"], tensor.register_hook
+
+    def note(what: str) -> None:
+        if what not in lost:
+            lost.append(what)
+
+    def noted_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        note(f"the backward of the autograd function {cls.__name__}")
+        return apply.__get__(None, cls)(*args, **kwargs)
+
+    def noted_hook(self: torch.Tensor, hook: Any) -> Any:
+        note(f"the tensor hook {getattr(hook, '__qualname__', hook)}")
+        return register_hook(self, hook)
+
+    function.apply = classmethod(noted_apply)  # type: ignore[method-assign, assignment]
+    tensor.register_hook = noted_hook  # type: ignore[method-assign, assignment]
+    try:
+        yield lost
+    finally:
+        function.apply = apply
+        tensor.register_hook = register_hook  # type: ignore[method-assign]
+
+
+def refuse_parameter_hooks(module: torch.nn.Module) -> None:
+    """Raise CaptureError when a trainable parameter carries a gradient hook, which no trace can see."""
+    for path, parameter in module.named_parameters():
+        hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        if parameter.requires_grad and hooks:
+            raise CaptureError(
+                f"parameter {user_path(path)} has a gradient hook, which would not run in the graph",
+                "remove the hook (handle.remove()), or do its work in the optimizer",
+            )

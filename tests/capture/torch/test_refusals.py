@@ -1,0 +1,158 @@
+"""Every refusal is one sentence with its place and what to try."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ortgraph
+from ortgraph.capture import torch_capture
+from ortgraph.errors import CaptureError, InputError, RuntimeSetupError, UnsupportedError
+
+
+class Plain(nn.Module):
+    """Scores only; the loss comes from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        h = torch.relu(self.first(x))
+        return self.second(h if scale is None else h * scale)
+
+
+def plain_loss(module: nn.Module, batch: dict) -> torch.Tensor:
+    return F.cross_entropy(module(batch["x"]), batch["target"])
+
+
+@pytest.fixture
+def scores() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    return Plain(), torch.randn(4, 5), torch.tensor([0, 2, 1, 1])
+
+
+# --- errors ------------------------------------------------------------------------------------------------------
+
+
+def test_operator_without_rule_is_named_with_its_place():
+    class Sub(nn.Module):
+        def forward(self, x):
+            return torch.linalg.qr(x).R
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w, self.inner = nn.Parameter(torch.ones(3, 3)), Sub()
+
+        def forward(self, x):
+            return (self.inner(x) * self.w).sum()
+
+    with pytest.raises(UnsupportedError, match=r"linalg_qr.*module inner.*test_refusals\.py:\d+"):
+        ortgraph.capture(Outer(), torch.eye(3))
+
+
+def test_random_operator_of_the_library_is_refused():
+    class Draws(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            return (torch.multinomial(x, 2).float().sum() * self.w).sum()
+
+    with pytest.raises(UnsupportedError, match="random operator aten.multinomial"):
+        ortgraph.capture(Draws(), torch.ones(5))
+
+
+def test_data_dependent_control_flow_is_one_sentence():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            if x.sum() > 0:
+                return (self.w * x).sum()
+            return self.w.sum()
+
+    with pytest.raises(CaptureError, match=r"torch.export cannot trace.*test_refusals\.py") as caught:
+        ortgraph.capture(Branches(), torch.ones(3))
+    assert "torch.where" in caught.value.hint and len(str(caught.value).splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("batch", "options", "error", "words"),
+    [
+        (torch.ones(4, 5), {}, CaptureError, "shape (4, 3)"),
+        (torch.ones(4, 5), {"loss": "nothing"}, InputError, "'nothing' is not an output"),
+        (torch.ones(4, 5), {"loss": 3}, InputError, "loss=3"),
+        (torch.ones(4, 5), {"loss": lambda o: o.detach().sum()}, CaptureError, "does not depend"),
+        (torch.ones(4, 5), {"loss": lambda o: o.argmax()}, CaptureError, "int64"),
+        (torch.ones(4, 5), {"loss": lambda o: 1.0}, CaptureError, "float, not a tensor"),
+        (torch.ones(4, 5), {"loss": nn.MSELoss()}, InputError, "needs a target"),
+        ((torch.ones(4, 5), None, torch.ones(1)), {}, InputError, "takes 2 positional"),
+        ({"x": torch.ones(4, 5), "z": torch.ones(1)}, {}, InputError, "takes no z"),
+        ({"x": None}, {"loss": lambda o: o.sum()}, InputError, "no tensor"),
+        ("text", {}, InputError, "example_batch is str"),
+        (torch.ones(4, 5), {"loss": lambda o: o.sum(), "dynamic": {"y": {0: "b"}}}, InputError, "dynamic names 'y'"),
+        (torch.ones(4, 5), {"loss": lambda o: o.sum(), "dynamic": {"x": {2: "b"}}}, InputError, "dimension 2"),
+        (torch.ones(4, 5), {"loss": lambda o: o.sum(), "dynamic": {"x": {0: "a b"}}}, InputError, "'a b'"),
+        (torch.ones(1, 5), {"loss": lambda o: o.sum(), "dynamic": {"x": {0: "b"}}}, InputError, "size 1"),
+        (torch.ones(4, 5), {"loss": lambda o: o.sum(), "dynamic": {"x": {1: "w"}}}, CaptureError, "dimension 1 of 'x'"),
+        (torch.ones(4, 5), {"loss": lambda o: o.sum(), "opset": 17}, UnsupportedError, "opset 17"),
+        (torch.ones(4, 5), {"loss": lambda o: o.sum(), "tangents": ["q"]}, InputError, "tangents names"),
+        (torch.ones(4, 5), {"loss": lambda o: o.sum(), "input_gradients": ["q"]}, InputError, "input_gradients names"),
+        (torch.ones(4, 5), {"loss": lambda o: o.sum(), "after": [3]}, InputError, "after="),
+    ],
+)  # fmt: skip
+def test_refusals(batch, options, error, words):
+    with pytest.raises(error) as caught:
+        ortgraph.capture(Plain(), batch, **options)
+    assert words in str(caught.value) and caught.value.hint
+
+
+def test_refusals_of_modules():
+    with pytest.raises(InputError, match="not function"):
+        ortgraph.capture(lambda x: x, torch.ones(2))
+    module = Plain().requires_grad_(False)
+    with pytest.raises(CaptureError, match="no trainable parameter"):
+        ortgraph.capture(module, torch.ones(2, 5), loss=lambda o: o.sum())
+
+
+def test_input_written_in_place_is_refused():
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            x.add_(1)
+            return (x * self.w).sum()
+
+    with pytest.raises(CaptureError, match="in place"):
+        ortgraph.capture(Writes(), torch.ones(3))
+
+
+@pytest.mark.parametrize("version", ["2.12.1", "2.14.0+cpu", "3.0"])
+def test_untested_torch(monkeypatch, version, scores):
+    module, x, y = scores
+    monkeypatch.setattr(torch_capture.importlib.metadata, "version", lambda name: version)
+    with pytest.raises(RuntimeSetupError, match=f"PyTorch {version[:4]}.*outside the tested range"):
+        ortgraph.capture(module, (x, y), loss=nn.CrossEntropyLoss())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ortgraph.capture(module, (x, y), loss=nn.CrossEntropyLoss(), allow_untested_torch=True)
+
+
+def test_missing_torch(monkeypatch):
+    def missing(name):
+        raise torch_capture.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(torch_capture.importlib.metadata, "version", missing)
+    with pytest.raises(RuntimeSetupError, match="not installed"):
+        ortgraph.capture(None, None)
