@@ -20,7 +20,7 @@ FILES = (
 )  # fmt: skip
 _BATCH, _LR = 8, 5e-4
 _STEPS, _QUICK_STEPS = 320, 64
-_QUICK_HELD_OUT, _QUICK_SECONDS = 240, 22.0
+_QUICK_HELD_OUT, _QUICK_SECONDS = 200, 18.0
 _SHOWN_OPERATORS = 24
 _MEAN = 8  # steps whose mean loss is printed: single batches are noisy
 _AMD = (
