@@ -53,6 +53,8 @@ AFTER_LOWERING = ",".join((
     "fuse-matmul-scale",
     "eliminate-common-subexpressions",  # why here: transposes that went into products leave equal ones behind
     "fuse-embedding-update",
+    "fuse-add-norm",
+    "use-transpose-kernel",  # why last: the passes above know the standard operator only
     "eliminate-identity",
     "eliminate-dead-code",
 ))

@@ -22,6 +22,8 @@ TABLE: dict[str, str] = {
     "bind-shapes": "ortgraph.passes.canonical.bind_shapes:BindShapes",
     "attach-optimizer": "ortgraph.passes.lowering.attach_optimizer:AttachOptimizer",
     "lower": "ortgraph.passes.lowering.lower:Lower",
+    "use-transpose-kernel": "ortgraph.passes.lowering.use_transpose_kernel:UseTransposeKernel",
+    "fuse-add-norm": "ortgraph.passes.lowering.fuse_add_norm:FuseAddNorm",
     "fuse-embedding-update": "ortgraph.passes.lowering.fuse_embedding_update:FuseEmbeddingUpdate",
     "plan-memory": "ortgraph.passes.memory.plan_memory:PlanMemory",
     "eliminate-dead-code": "ortgraph.passes.canonical.eliminate_dead_code:EliminateDeadCode",
