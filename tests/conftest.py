@@ -118,3 +118,7 @@ def classifier_batch():
         return {"ids": rng.integers(0, 5, (batch, length)), "labels": rng.integers(0, 11, (batch, length))}
 
     return make
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--refresh-golden", action="store_true", help="write the golden texts anew")

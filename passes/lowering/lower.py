@@ -14,6 +14,7 @@ from ortgraph.ops.targets import TARGETS, TRAINING, reason_not_run
 from ortgraph.errors import InputError, UnsupportedError
 from ortgraph.graph import Names, TrainingGraph, replace_value
 from ortgraph.manager.base import Changes, GraphPass, Refusal
+from ortgraph.runtime.inference_export import keep_evaluation_form
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +53,8 @@ class Lower(GraphPass):
             raise InputError(f"lower: unknown target {self.target!r}", f"one of {', '.join(TARGETS)}")
         if self.prefer not in ("", "expansion", "runtime", "kernel"):
             raise InputError(f"lower: unknown alternative {self.prefer!r}", "expansion, runtime or kernel")
+        if graph.has_signature:
+            keep_evaluation_form(graph)  # why here: afterwards dropout and batch statistics cannot be told apart
         changes, table, names = Changes(), load_table(self.table), Names(graph.graph)
         opset = graph.graph.opset_imports.get("", 18)
         # Last first, so that a composite made by an expansion is met next.
