@@ -13,16 +13,27 @@ from ortgraph.errors import UnsupportedError
 from ortgraph.ops.builder import Builder
 
 
-def _refuse(node: ir.Node, reason: str) -> UnsupportedError:
+def refuse(node: ir.Node, reason: str) -> UnsupportedError:
     return UnsupportedError(
         f"node {node.name!r} ({node.op_type}): {reason}", "change it in the model, or freeze the weights before it"
     )
 
 
+def rank(node: ir.Node, index: int = 0) -> int:
+    value = node.inputs[index]
+    if value is None or value.shape is None:
+        raise refuse(node, f"the rank of input {index} is not known")
+    return len(value.shape)
+
+
+def optional(node: ir.Node, index: int) -> ir.Value | None:
+    return node.inputs[index] if index < len(node.inputs) else None
+
+
 def _dims(node: ir.Node, index: int = 0) -> list[int | ir.SymbolicDim]:
     value = node.inputs[index]
     if value is None or value.shape is None:
-        raise _refuse(node, f"the rank of input {index} is not known")
+        raise refuse(node, f"the rank of input {index} is not known")
     return list(value.shape)
 
 
@@ -81,14 +92,14 @@ def _parse(node: ir.Node) -> tuple[list[str], str]:
         widths = [len(_dims(node, i)) - len(t.replace("...", "")) for i, t in enumerate(terms)]
         widths = [w if "..." in t else 0 for w, t in zip(widths, terms, strict=True)]
         if len({w for w, t in zip(widths, terms, strict=True) if "..." in t}) > 1:
-            raise _refuse(node, f"equation {equation!r}: its ellipses stand for different ranks")
+            raise refuse(node, f"equation {equation!r}: its ellipses stand for different ranks")
         fill = "".join(spare[: max(widths)])
         terms = [t.replace("...", fill) for t in terms]
         result = result.replace("...", fill) if arrow else fill + _implicit(terms, fill)
     elif not arrow:
         result = _implicit(terms, "")
     if any(len(set(t)) != len(t) for t in terms):
-        raise _refuse(node, f"equation {equation!r} takes a diagonal")
+        raise refuse(node, f"equation {equation!r} takes a diagonal")
     return terms, result
 
 
@@ -151,7 +162,7 @@ def _depth_to_space(b: Builder, node: ir.Node) -> list[ir.Value]:
     channels = _dims(node)[1]
     assert x is not None
     if not isinstance(channels, int):
-        raise _refuse(node, "the number of channels is not known")
+        raise refuse(node, "the number of channels is not known")
     depth = channels // block**2
     column_row = node.attributes.get_string("mode", "DCR") == "CRD"
     inner = [depth, block, block] if column_row else [block, block, depth]
@@ -165,7 +176,7 @@ def _space_to_depth(b: Builder, node: ir.Node) -> list[ir.Value]:
     _, channels, height, width = _dims(node)
     assert x is not None
     if not (isinstance(channels, int) and isinstance(height, int) and isinstance(width, int)):
-        raise _refuse(node, "its channels, height and width must be known")
+        raise refuse(node, "its channels, height and width must be known")
     split = b.op("Reshape", x, _shape_of(b, [(x, [0]), channels, height // block, block, width // block, block]))
     moved = b.op("Transpose", split, perm=[0, 3, 5, 1, 2, 4])
     return [b.op("Reshape", moved, _shape_of(b, [(x, [0]), channels * block**2, height // block, width // block]))]
@@ -180,13 +191,13 @@ def _resize(b: Builder, node: ir.Node) -> list[ir.Value]:
         result is None
         or node.attributes.get_string("coordinate_transformation_mode", "half_pixel") == "tf_crop_and_resize"
     ):
-        raise _refuse(node, "its output shape is not known, or it crops")
+        raise refuse(node, "its output shape is not known, or it crops")
     value = x
     for axis, (before, after) in enumerate(zip(sizes, result, strict=True)):
         if before == after or axis < 1:
             continue
         if not isinstance(before, int) or not isinstance(after, int):
-            raise _refuse(node, f"axis {axis} must have a known length before and after")
+            raise refuse(node, f"axis {axis} must have a known length before and after")
         matrix = b.const(_interpolation(node, axis, before, after), x.dtype)
         last = len(sizes) - 1
         order = list(range(last + 1))
@@ -226,9 +237,9 @@ def _conv_transpose(b: Builder, node: ir.Node) -> list[ir.Value]:
     assert x is not None and weight is not None
     spatial = len(dims) - 2
     if not all(isinstance(d, int) for d in w_dims) or not all(isinstance(d, int) for d in dims[2:]):
-        raise _refuse(node, "spatial sizes of input and weight must be known")
+        raise refuse(node, "spatial sizes of input and weight must be known")
     if node.attributes.get_string("auto_pad", "NOTSET") not in ("NOTSET", "VALID") or "output_shape" in node.attributes:
-        raise _refuse(node, "auto_pad and output_shape are not decomposed")
+        raise refuse(node, "auto_pad and output_shape are not decomposed")
     kernel = [int(d) for d in w_dims[2:]]  # type: ignore[arg-type]
     strides = list(node.attributes.get_ints("strides", [1] * spatial))
     dilations = list(node.attributes.get_ints("dilations", [1] * spatial))
@@ -240,7 +251,7 @@ def _conv_transpose(b: Builder, node: ir.Node) -> list[ir.Value]:
     begin = [r - p for r, p in zip(reach, pads[:spatial], strict=True)]
     end = [r - p + e for r, p, e in zip(reach, pads[spatial:], extra, strict=True)]
     if min((*begin, *end)) < 0:
-        raise _refuse(node, "it crops more than its kernel reaches")
+        raise refuse(node, "it crops more than its kernel reaches")
     mirrored = _mirrored(b, weight, [int(d) for d in w_dims], group)  # type: ignore[arg-type]
     inputs = [spread, mirrored] if bias is None else [spread, mirrored, bias]
     return [b.op("Conv", *inputs, pads=[*begin, *end], dilations=dilations, group=group, kernel_shape=kernel)]
