@@ -32,7 +32,12 @@ class Side:
             environment["LD_PRELOAD"] = preload
         command = [sys.executable, "-m", "bench.worker", side, workload, attention, str(threads)]
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
         )
         self.rounds: list[float] = []
 
@@ -110,11 +115,17 @@ def report(options: argparse.Namespace, sides: dict[str, Side]) -> None:
     ours = sides["ortgraph"]
     rows = {n: {"ms": 1e3 * statistics.median(s.rounds), **ratio(s, ours)} for n, s in sides.items()}
     if options.json:
-        print(json.dumps({"workload": options.workload, "threads": options.threads, "machine": machine(), "sides": rows}))
+        print(
+            json.dumps({"workload": options.workload, "threads": options.threads, "machine": machine(), "sides": rows})
+        )
         return
-    print(f"{options.workload}, {options.threads} threads, {options.rounds} rounds of {options.steps} steps, {machine()}")
+    print(
+        f"{options.workload}, {options.threads} threads, {options.rounds} rounds of {options.steps} steps, {machine()}"
+    )
     for name, row in rows.items():
-        print(f"{name:48} {row['ms']:8.1f} ms   {row['median']:5.2f} x ortgraph's time  ({row['low']:.2f} to {row['high']:.2f})")
+        print(
+            f"{name:48} {row['ms']:8.1f} ms   {row['median']:5.2f} x ortgraph's time  ({row['low']:.2f} to {row['high']:.2f})"
+        )
     for word in ("best", "stock"):
         peers = {n: r["median"] for n, r in rows.items() if n.endswith(word)}
         if peers:
@@ -124,7 +135,9 @@ def report(options: argparse.Namespace, sides: dict[str, Side]) -> None:
 
 def machine() -> str:
     model = platform.processor() or platform.machine()
-    for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines() if pathlib.Path("/proc/cpuinfo").exists() else ():
+    for line in (
+        pathlib.Path("/proc/cpuinfo").read_text().splitlines() if pathlib.Path("/proc/cpuinfo").exists() else ()
+    ):
         if line.startswith("model name"):
             model = line.split(":", 1)[1].strip()
             break

@@ -6,15 +6,21 @@ from collections.abc import Callable
 from typing import Any
 
 
-def bert(hidden: int = 256, layers: int = 4, batch: int = 8, sequence: int = 128, attention: str = "sdpa") -> dict[str, Any]:
+def bert(
+    hidden: int = 256, layers: int = 4, batch: int = 8, sequence: int = 128, attention: str = "sdpa"
+) -> dict[str, Any]:
     """BERT sequence classification, 30,522 words, heads of 64."""
     import torch
     import transformers
 
     torch.manual_seed(0)
     config = transformers.BertConfig(
-        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=hidden // 64, intermediate_size=4 * hidden,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        intermediate_size=4 * hidden,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
     )
     config._attn_implementation = attention
     module = transformers.BertForSequenceClassification(config).train()
@@ -28,30 +34,48 @@ def bert(hidden: int = 256, layers: int = 4, batch: int = 8, sequence: int = 128
     }
 
 
-def gpt2(hidden: int = 256, layers: int = 4, batch: int = 8, sequence: int = 128, attention: str = "sdpa") -> dict[str, Any]:
+def gpt2(
+    hidden: int = 256, layers: int = 4, batch: int = 8, sequence: int = 128, attention: str = "sdpa"
+) -> dict[str, Any]:
     """GPT-2 language model with a tied head over 8,192 words."""
     import torch
     import transformers
 
     torch.manual_seed(0)
     config = transformers.GPT2Config(
-        n_embd=hidden, n_layer=layers, n_head=hidden // 64, vocab_size=8192, n_positions=sequence,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
+        n_embd=hidden,
+        n_layer=layers,
+        n_head=hidden // 64,
+        vocab_size=8192,
+        n_positions=sequence,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
     )
     config._attn_implementation = attention
     ids = torch.randint(0, config.vocab_size, (batch, sequence))
     return {"module": transformers.GPT2LMHeadModel(config).train(), "batch": {"input_ids": ids, "labels": ids.clone()}}
 
 
-def vit(hidden: int = 192, layers: int = 6, batch: int = 8, pixels: int = 96, attention: str = "sdpa") -> dict[str, Any]:
+def vit(
+    hidden: int = 192, layers: int = 6, batch: int = 8, pixels: int = 96, attention: str = "sdpa"
+) -> dict[str, Any]:
     """ViT image classification, patches of 8, 10 classes."""
     import torch
     import transformers
 
     torch.manual_seed(0)
     config = transformers.ViTConfig(
-        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=hidden // 64, intermediate_size=4 * hidden,
-        image_size=pixels, patch_size=8, num_labels=10, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        intermediate_size=4 * hidden,
+        image_size=pixels,
+        patch_size=8,
+        num_labels=10,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
     )
     config._attn_implementation = attention
     return {

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from ortgraph.ops.infer import infer_node
 
 from ortgraph.graph.edit import Names, stamp
+from ortgraph.ops.infer import infer_node
 
 
 class Builder:

@@ -7,6 +7,7 @@ import logging
 import onnx
 import onnx_ir as ir
 from onnx import shape_inference
+
 from ortgraph.ops.spec import spec_of
 
 logger = logging.getLogger(__name__)
@@ -66,7 +67,8 @@ def _standard(node: ir.Node, opset_imports: dict[str, int]):
         shape = None
         if tensor.HasField("shape"):
             shape = tuple(
-                d.dim_value if d.HasField("dim_value") else ir.SymbolicDim(d.dim_param or None) for d in tensor.shape.dim
+                d.dim_value if d.HasField("dim_value") else ir.SymbolicDim(d.dim_param or None)
+                for d in tensor.shape.dim
             )
         result.append((ir.DataType(tensor.elem_type), shape))
     return result

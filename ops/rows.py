@@ -84,7 +84,9 @@ def kept_zero(node: ir.Node, zero_outside: Callable[[ir.Value | None], Rows | No
         same = bool(rows) and rows[0] is not None and all(r == rows[0] for r in rows) and _same_shapes(node)
         return rows[0] if same else None
     if key == "Mul":
-        return next((r for r, v in zip(rows, node.inputs, strict=True) if r and _shape(v) == _shape(node.outputs[0])), None)
+        return next(
+            (r for r, v in zip(rows, node.inputs, strict=True) if r and _shape(v) == _shape(node.outputs[0])), None
+        )
     if not rows or rows[0] is None:
         return None
     first = rows[0]
@@ -111,7 +113,11 @@ def sums_rows(node: ir.Node, zero_outside: Callable[[ir.Value | None], Rows | No
         left, right = (zero_outside(v) for v in node.inputs)
         if left is not None and left.swapped:
             plain = dataclasses.replace(left, swapped=False)
-            return {0: left, 1: plain} if plain.axis(_shape(node.inputs[1])) == plain.axis(_shape(node.inputs[0])[::-1]) else None
+            return (
+                {0: left, 1: plain}
+                if plain.axis(_shape(node.inputs[1])) == plain.axis(_shape(node.inputs[0])[::-1])
+                else None
+            )
         if right is not None and not right.swapped and (right.axis(_shape(node.inputs[1])) or (1, True))[0] == 0:
             return {0: dataclasses.replace(right, swapped=True), 1: right}
         return None

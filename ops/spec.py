@@ -27,8 +27,20 @@ COMPOSITE = "ortgraph"  # specifications
 KERNELS = "ortgraph.kernels"  # our compiled kernels; never the same node as a specification
 CONTRIB = "com.microsoft"
 FAMILIES = (
-    "elementwise", "movement", "matmul", "reduction", "activation", "normalization", "loss", "embedding",
-    "convolution", "attention", "random", "optimizer", "contrib", "kernels.specs",
+    "elementwise",
+    "movement",
+    "matmul",
+    "reduction",
+    "activation",
+    "normalization",
+    "loss",
+    "embedding",
+    "convolution",
+    "attention",
+    "random",
+    "optimizer",
+    "contrib",
+    "kernels.specs",
 )
 
 

@@ -18,7 +18,15 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "OptimizeResult", "Signature", "TrainingGraph", "TrainingSession", "capture", "compile", "from_onnx", "load", "optim",
+    "OptimizeResult",
+    "Signature",
+    "TrainingGraph",
+    "TrainingSession",
+    "capture",
+    "compile",
+    "from_onnx",
+    "load",
+    "optim",
     "optimize",
 ]
 

@@ -64,7 +64,7 @@ class CompiledStep:
 
     def session(self, batch: Batch) -> TrainingSession:
         """The session for batches of this shape, holding the current parameters and states."""
-        key = None if self._dynamic else _shapes(batch)
+        key = () if self._dynamic else _shapes(batch)
         session = self._sessions.get(key)
         if session is None:
             session = self._make(batch)
@@ -108,4 +108,6 @@ def _shapes(batch: Batch) -> tuple:
     try:
         return tuple((name, tuple(value.shape), str(value.dtype)) for name, value in items if value is not None)
     except AttributeError as error:
-        raise BatchError(f"the batch holds something that is no tensor ({error})", "numpy arrays or torch tensors") from error
+        raise BatchError(
+            f"the batch holds something that is no tensor ({error})", "numpy arrays or torch tensors"
+        ) from error

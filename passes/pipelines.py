@@ -11,56 +11,66 @@ from ortgraph.passes.lowering.attach_optimizer import AttachOptimizer
 
 CLEAN = "eliminate-dead-code,fold-constants,fold-shapes,eliminate-identity,eliminate-common-subexpressions"
 
-CANONICAL = ",".join((
-    CLEAN,
-    "eliminate-cast-pairs",
-    "simplify-reshapes",
-    "simplify-transposes",
-    "eliminate-identity",  # why here: merged reshapes and transposes are often no-ops
-))
+CANONICAL = ",".join(
+    (
+        CLEAN,
+        "eliminate-cast-pairs",
+        "simplify-reshapes",
+        "simplify-transposes",
+        "eliminate-identity",  # why here: merged reshapes and transposes are often no-ops
+    )
+)
 
-FUSION = ",".join((
-    "raise-contrib",  # why first: ONNX Runtime's gradient operators become the composites that the rest knows
-    "fuse-gelu",
-    "fuse-activation-gradient",
-    "fuse-layer-norm",
-    "fuse-softmax",
-    "fuse-cross-entropy",
-    "fuse-embedding-gradient",
-    "eliminate-dead-code",  # why here: decomposed forward chains die once their gradients are fused
-))
+FUSION = ",".join(
+    (
+        "raise-contrib",  # why first: ONNX Runtime's gradient operators become the composites that the rest knows
+        "fuse-gelu",
+        "fuse-activation-gradient",
+        "fuse-layer-norm",
+        "fuse-softmax",
+        "fuse-cross-entropy",
+        "fuse-embedding-gradient",
+        "eliminate-dead-code",  # why here: decomposed forward chains die once their gradients are fused
+    )
+)
 
-MATMUL = ",".join((
-    "narrow-rows",  # why here: it knows plain MatMul and Gemm, and whole composites
-    "fuse-matmul-transpose",  # why after canonical: cancelled transposes need no flag
-    "lift-batch-views",
-    "simplify-reshapes",  # why here: views of neighbouring products cancel
-    "simplify-transposes",
-    "fuse-matmul-transpose",  # why again: backward batched products lose their 3-D views only now
-    "fuse-matmul-scale",
-    "fuse-gemm-bias",
-    "fuse-weight-gradient",
-    "fuse-bias-gradient",
-    "simplify-reshapes",
-    CLEAN,  # why here: keys that were rotated twice are equal now
-))
+MATMUL = ",".join(
+    (
+        "narrow-rows",  # why here: it knows plain MatMul and Gemm, and whole composites
+        "fuse-matmul-transpose",  # why after canonical: cancelled transposes need no flag
+        "lift-batch-views",
+        "simplify-reshapes",  # why here: views of neighbouring products cancel
+        "simplify-transposes",
+        "fuse-matmul-transpose",  # why again: backward batched products lose their 3-D views only now
+        "fuse-matmul-scale",
+        "fuse-gemm-bias",
+        "fuse-weight-gradient",
+        "fuse-bias-gradient",
+        "simplify-reshapes",
+        CLEAN,  # why here: keys that were rotated twice are equal now
+    )
+)
 
-AFTER_LOWERING = ",".join((
-    CLEAN,  # why here: expansions of a forward operator and of its gradient share sub-graphs
-    "simplify-reshapes",
-    "simplify-transposes",
-    "fuse-matmul-transpose",
-    "fuse-matmul-scale",
-    "eliminate-common-subexpressions",  # why here: transposes that went into products leave equal ones behind
-    "fuse-embedding-update",
-    "fuse-add-norm",
-    "use-transpose-kernel",  # why last: the passes above know the standard operator only
-    "eliminate-identity",
-    "eliminate-dead-code",
-))
+AFTER_LOWERING = ",".join(
+    (
+        CLEAN,  # why here: expansions of a forward operator and of its gradient share sub-graphs
+        "simplify-reshapes",
+        "simplify-transposes",
+        "fuse-matmul-transpose",
+        "fuse-matmul-scale",
+        "eliminate-common-subexpressions",  # why here: transposes that went into products leave equal ones behind
+        "fuse-embedding-update",
+        "fuse-add-norm",
+        "use-transpose-kernel",  # why last: the passes above know the standard operator only
+        "eliminate-identity",
+        "eliminate-dead-code",
+    )
+)
 
 
-def _preset(*before: str, after: str, optimizer: object, target: str, shapes: Mapping[str, int], accumulation_steps: int):
+def _preset(
+    *before: str, after: str, optimizer: object, target: str, shapes: Mapping[str, int], accumulation_steps: int
+):
     bind = (f"bind-shapes{{sizes={'|'.join(f'{k}:{v}' for k, v in sorted(shapes.items()))}}}",) if shapes else ()
     head = parse_pipeline(",".join((*bind, *(b for b in before if b), "mark-optimized")))
     attach = (AttachOptimizer.of(optimizer, accumulation_steps),) if optimizer is not None else ()

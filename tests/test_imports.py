@@ -47,7 +47,9 @@ def test_ops_import_only_graph_and_ops():
 
 
 def test_mechanism_never_imports_passes():
-    bad = [f"{p.relative_to(ROOT)}" for p in layer("ortgraph") if any(n.startswith("ortgraph.passes") for n in imported(p))]
+    bad = [
+        f"{p.relative_to(ROOT)}" for p in layer("ortgraph") if any(n.startswith("ortgraph.passes") for n in imported(p))
+    ]
     assert bad == []
 
 
@@ -59,6 +61,8 @@ def test_import_is_light(package):
 
 @pytest.mark.parametrize("folder", ["passes", "ops"])
 def test_folder_refuses_another_name(folder):
-    run = subprocess.run([sys.executable, "-c", f"import {folder}"], cwd=ROOT, capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", f"import {folder}"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert run.returncode != 0
     assert f"ortgraph.{folder}" in run.stderr and "pip install -e ." in run.stderr

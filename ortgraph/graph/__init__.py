@@ -5,6 +5,16 @@ from ortgraph.graph.signature import STAGES, Buffer, Parameter, Signature, State
 from ortgraph.graph.training_graph import TrainingGraph, load
 
 __all__ = [
-    "STAGES", "Buffer", "Names", "Parameter", "Signature", "State", "TrainingGraph",
-    "is_used", "load", "replace_value", "stamp", "static_shape",
+    "STAGES",
+    "Buffer",
+    "Names",
+    "Parameter",
+    "Signature",
+    "State",
+    "TrainingGraph",
+    "is_used",
+    "load",
+    "replace_value",
+    "stamp",
+    "static_shape",
 ]

@@ -85,8 +85,10 @@ def to_text(graph: TrainingGraph, provenance: bool = True) -> str:
         tensor = v.const_value
         lines.append(f"const %c{i} {shape_text(v)} = {_tensor_text(tensor) if tensor is not None else '?'}")
     lines += [node_text(n, names, provenance) for n in g]
-    lines += [f"out %{names.get(v, v.name or '?')} {shape_text(v)}  {'+'.join(out_roles.get(v.name or '', []))}".rstrip()
-              for v in g.outputs]
+    lines += [
+        f"out %{names.get(v, v.name or '?')} {shape_text(v)}  {'+'.join(out_roles.get(v.name or '', []))}".rstrip()
+        for v in g.outputs
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -116,13 +116,17 @@ def load(path: str | os.PathLike[str]) -> TrainingGraph:
     """
     path = pathlib.Path(path)
     if not path.is_file():
-        raise InputError(f"{path}: no such file", "check the path; `ortgraph export file.py:build -o train.onnx` makes one")
+        raise InputError(
+            f"{path}: no such file", "check the path; `ortgraph export file.py:build -o train.onnx` makes one"
+        )
     try:
         model = ir.load(path)
         if not list(model.graph) and not list(model.graph.outputs):
             raise ValueError("the graph is empty")
     except Exception as error:  # noqa: BLE001 - protobuf raises many types, each means "not ONNX"
-        raise InputError(f"{path}: not a readable ONNX model ({error})", "give a file written by an ONNX exporter") from error
+        raise InputError(
+            f"{path}: not a readable ONNX model ({error})", "give a file written by an ONNX exporter"
+        ) from error
     weights = path.with_suffix(".safetensors")
     values: dict[str, np.ndarray] = {}
     if weights.is_file():

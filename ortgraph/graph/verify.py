@@ -99,7 +99,9 @@ def _constants(graph: TrainingGraph) -> Found:
 
 @rule("inputs-are-named", "signature", "Graph inputs are exactly those of the signature.")
 def _inputs(graph: TrainingGraph) -> Found:
-    yield from _names("input", [v.name or "" for v in graph.graph.inputs], [n for _, n in graph.signature.graph_inputs()])
+    yield from _names(
+        "input", [v.name or "" for v in graph.graph.inputs], [n for _, n in graph.signature.graph_inputs()]
+    )
 
 
 @rule("outputs-are-named", "signature", "Graph outputs are exactly those of the signature, under their names.")
@@ -117,14 +119,22 @@ def _names(kind: str, got: list[str], wanted: list[str]) -> Found:
         yield f"graph {kind} %{name} stands twice", None
 
 
-@rule("persistent-inputs-are-no-constants", "signature", "Parameters, buffers, states and data inputs have no initializer.")
+@rule(
+    "persistent-inputs-are-no-constants",
+    "signature",
+    "Parameters, buffers, states and data inputs have no initializer.",
+)
 def _no_constants(graph: TrainingGraph) -> Found:
     for role, name in graph.signature.graph_inputs():
         if name in graph.graph.initializers:
             yield f"{role} %{name} is an initializer: a pass could fold, merge or bake it", None
 
 
-@rule("trainable-has-gradient", "signature", "Every trainable parameter that the loss reaches has a gradient of its shape and dtype.")
+@rule(
+    "trainable-has-gradient",
+    "signature",
+    "Every trainable parameter that the loss reaches has a gradient of its shape and dtype.",
+)
 def _gradients(graph: TrainingGraph) -> Found:
     values = {v.name: v for v in (*graph.graph.inputs, *graph.graph.outputs)}
     unreached = set(graph.signature.metadata.get("unreached", "").split("\n"))
@@ -157,7 +167,11 @@ def _opset(graph: TrainingGraph) -> Found:
             yield f"domain {node.domain!r} of {node.op_type} is not imported", node
 
 
-@rule("no-racing-scatter", "runtime", "No ScatterND with an additive reduction: ONNX Runtime's kernel races on repeated indices.")
+@rule(
+    "no-racing-scatter",
+    "runtime",
+    "No ScatterND with an additive reduction: ONNX Runtime's kernel races on repeated indices.",
+)
 def _scatter(graph: TrainingGraph) -> Found:
     for node in graph.graph:
         if node.op_type == "ScatterND" and node.attributes.get_string("reduction", "none") != "none":
@@ -208,7 +222,9 @@ def describe(graph: TrainingGraph, found: list[Violation], by: str = "") -> str:
         nodes = list(graph.graph)
         at = nodes.index(first.node)
         low = max(0, at - _CONTEXT_LINES // 2)
-        lines = [("> " if i == at else "  ") + node_text(nodes[i]) for i in range(low, min(len(nodes), low + _CONTEXT_LINES))]
+        lines = [
+            ("> " if i == at else "  ") + node_text(nodes[i]) for i in range(low, min(len(nodes), low + _CONTEXT_LINES))
+        ]
         text += "\n" + "\n".join(lines)
     return text
 
@@ -249,7 +265,9 @@ def live_nodes(graph: TrainingGraph) -> set[ir.Node]:
     return live
 
 
-def compare(before: Fingerprint, after: Fingerprint, by: str, *, moves_stage: bool = False, binds_inputs: bool = False) -> None:
+def compare(
+    before: Fingerprint, after: Fingerprint, by: str, *, moves_stage: bool = False, binds_inputs: bool = False
+) -> None:
     """Raise VerificationError when a pass changed what it may not change.
 
     Args:
@@ -260,7 +278,9 @@ def compare(before: Fingerprint, after: Fingerprint, by: str, *, moves_stage: bo
     lost = sorted(before.reaching - after.reaching)
     if lost:
         what = f"%{lost[0]} no longer reaches any output: it was merged with another input, baked or dropped"
-        raise VerificationError(f"invariant inputs-keep-their-effect is broken after pass {by}: {what}", "remove the pass")
+        raise VerificationError(
+            f"invariant inputs-keep-their-effect is broken after pass {by}: {what}", "remove the pass"
+        )
     if not moves_stage and before.draws != after.draws:
         gone = sorted(set(before.draws) - set(after.draws)) or sorted(set(after.draws) - set(before.draws))
         what = f"random nodes {', '.join(gone) or 'were duplicated'}: merged, folded, removed or duplicated"
@@ -272,4 +292,6 @@ def compare(before: Fingerprint, after: Fingerprint, by: str, *, moves_stage: bo
         name, was = sorted(changed)[0]
         now = dict(after.input_types).get(name, "gone")
         what = f"input %{name} was {was}, is {now}"
-        raise VerificationError(f"invariant inputs-keep-their-type is broken after pass {by}: {what}", "remove the pass")
+        raise VerificationError(
+            f"invariant inputs-keep-their-type is broken after pass {by}: {what}", "remove the pass"
+        )

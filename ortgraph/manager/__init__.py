@@ -9,6 +9,19 @@ from ortgraph.manager.registry import load_plugin, register
 from ortgraph.manager.rewrite import Match, RewritePass
 
 __all__ = [
-    "Changes", "GraphPass", "Match", "Outcome", "PassManager", "PassRecord", "PatternPass", "PipelineReport", "Refusal",
-    "RewritePass", "fusion", "load_plugin", "parse_pipeline", "pipeline_text", "register",
+    "Changes",
+    "GraphPass",
+    "Match",
+    "Outcome",
+    "PassManager",
+    "PassRecord",
+    "PatternPass",
+    "PipelineReport",
+    "Refusal",
+    "RewritePass",
+    "fusion",
+    "load_plugin",
+    "parse_pipeline",
+    "pipeline_text",
+    "register",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
@@ -107,17 +108,17 @@ class Limited(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, bool(+changes.counts))
 
 
-def _difference(before: TrainingGraph, p: ir.passes.PassBase, rewrite: int | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _difference(
+    before: TrainingGraph, p: ir.passes.PassBase, rewrite: int | None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Node lines that a pass (or its one rewrite) removes and adds."""
     old, new = before.clone(), before.clone()
     if rewrite is not None:
         assert isinstance(p, RewritePass)
         Limited(p, rewrite)(old.model)
         p = Limited(p, rewrite + 1)
-    try:
+    with contextlib.suppress(Exception):  # the pass is known to be broken; what it left behind is what we show
         new.model = p(new.model).model
-    except Exception:  # noqa: BLE001 - the pass is known to be broken; what it left behind is what we show
-        pass
     lines_old = [node_text(n, provenance=False) for n in old.graph]
     lines_new = [node_text(n, provenance=False) for n in new.graph]
     gone, come = set(lines_new), set(lines_old)

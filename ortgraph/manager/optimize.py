@@ -93,7 +93,11 @@ def optimize(
         raise InputError("memory_budget is not available in this release", "leave it out")
     if isinstance(pipeline, str) and _is_preset(pipeline):
         passes: Sequence[ir.passes.PassBase] = registry.preset(
-            pipeline, optimizer=optimizer, target=target, shapes=dict(shapes or {}), accumulation_steps=accumulation_steps
+            pipeline,
+            optimizer=optimizer,
+            target=target,
+            shapes=dict(shapes or {}),
+            accumulation_steps=accumulation_steps,
         )
     else:
         if optimizer is not None:
@@ -119,4 +123,6 @@ def _is_preset(text: str) -> bool:
 def _noted(graph: TrainingGraph, pipeline: str):
     signature = graph.signature
     earlier = signature.metadata.get("pipeline", "")
-    return signature.replace(metadata={**signature.metadata, "pipeline": f"{earlier};{pipeline}" if earlier else pipeline})
+    return signature.replace(
+        metadata={**signature.metadata, "pipeline": f"{earlier};{pipeline}" if earlier else pipeline}
+    )

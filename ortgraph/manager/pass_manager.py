@@ -88,7 +88,9 @@ class PassManager:
         """
         started, nodes = time.perf_counter(), graph.node_count()
         if self.verify not in ("off", *rules.LEVELS[:-1]):
-            raise PassError(f"unknown verification level {self.verify!r}", "off, structure, signature, types or runtime")
+            raise PassError(
+                f"unknown verification level {self.verify!r}", "off, structure, signature, types or runtime"
+            )
         if self.verify != "off":
             rules.verify(graph, self.verify, by="(input graph)")
         sequence = self._sequence(graph.stage)
@@ -140,8 +142,15 @@ class PassManager:
                 instrument.failed(p, graph, error)
             raise
         record = PassRecord(
-            name, str(p) if isinstance(p, GraphPass) else name, outcome.modified, dict(outcome.counts), outcome.refusals,
-            seconds, verify_seconds, nodes_before, graph.node_count(),
+            name,
+            str(p) if isinstance(p, GraphPass) else name,
+            outcome.modified,
+            dict(outcome.counts),
+            outcome.refusals,
+            seconds,
+            verify_seconds,
+            nodes_before,
+            graph.node_count(),
         )
         logger.debug("%s: modified=%s %s", name, record.modified, record.counts)
         for instrument in self.instruments:
@@ -149,7 +158,12 @@ class PassManager:
         return record
 
     def _check(
-        self, p: ir.passes.PassBase, name: str, graph: TrainingGraph, outcome: Outcome, before: tuple[str, rules.Fingerprint]
+        self,
+        p: ir.passes.PassBase,
+        name: str,
+        graph: TrainingGraph,
+        outcome: Outcome,
+        before: tuple[str, rules.Fingerprint],
     ) -> None:
         if not graph.has_signature:
             raise PassError(f"pass {name} removed the signature from the model's metadata", "keep ortgraph.* metadata")

@@ -73,7 +73,11 @@ def _never(*args: Any, **kwargs: Any) -> None:
 
 
 def fusion(
-    name: str, pattern: Callable[..., Any], *, condition: Callable[..., str | None] | None = None, after: str = "optimized"
+    name: str,
+    pattern: Callable[..., Any],
+    *,
+    condition: Callable[..., str | None] | None = None,
+    after: str = "optimized",
 ) -> Callable[[Callable[..., ir.Value | Sequence[ir.Value]]], type[PatternPass]]:
     """Make a registered PatternPass from a pair of functions: decorate the replacement, name the pattern.
 

@@ -30,7 +30,8 @@ def parse_pipeline(text: str) -> tuple[GraphPass, ...]:
         found = _PASS.match(text, at)
         if found is None:
             raise PipelineSyntaxError(
-                f"pipeline does not parse at column {at + 1}: ...{text[at : at + 30]!r}", "name{option=value other=value},name"
+                f"pipeline does not parse at column {at + 1}: ...{text[at : at + 30]!r}",
+                "name{option=value other=value},name",
             )
         passes.append(_make(found["name"], found["options"] or ""))
         at = found.end()

@@ -85,7 +85,9 @@ def _load(name: str, target: str) -> type[GraphPass]:
 
 def _checked(name: str, cls: object) -> type[GraphPass]:
     if not (isinstance(cls, type) and issubclass(cls, GraphPass)) or cls.name != name:
-        raise PassError(f"pass {name!r} is registered with {cls!r}, which is not a GraphPass of that name", "fix its name")
+        raise PassError(
+            f"pass {name!r} is registered with {cls!r}, which is not a GraphPass of that name", "fix its name"
+        )
     return cls
 
 
@@ -127,7 +129,9 @@ def load_plugin(path: str | pathlib.Path) -> list[type[GraphPass]]:
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # noqa: BLE001 - a plugin may raise anything; the cause is chained
-        raise InputError(f"{path}: the plugin raised {type(error).__name__}: {error}", "run it with python to see where") from error
+        raise InputError(
+            f"{path}: the plugin raised {type(error).__name__}: {error}", "run it with python to see where"
+        ) from error
     found = [c for c in vars(module).values() if _is_plugin_pass(c, module.__name__)]
     if not found:
         raise InputError(f"{path}: defines no pass", "subclass ortgraph.manager.GraphPass, or decorate with @fusion")
@@ -151,5 +155,7 @@ def preset(name: str, **options: object) -> tuple[ir.passes.PassBase, ...]:
     """
     presets = importlib.import_module(PRESETS).PRESETS
     if name not in presets:
-        raise PipelineSyntaxError(f"unknown preset {name!r}", f"one of {', '.join(sorted(presets))}, or a list of passes")
+        raise PipelineSyntaxError(
+            f"unknown preset {name!r}", f"one of {', '.join(sorted(presets))}, or a list of passes"
+        )
     return presets[name](**options)

@@ -77,7 +77,9 @@ class RewritePass(GraphPass):
             index += 1
             if not accept(index):
                 continue
-            build = Builder(graph.graph, self.name, before=found.at or found.nodes[-1], origins=found.nodes[::-1], names=names)
+            build = Builder(
+                graph.graph, self.name, before=found.at or found.nodes[-1], origins=found.nodes[::-1], names=names
+            )
             apply(found, self.rewrite(build, found))
             changes.counts[found.count] += 1
         return changes

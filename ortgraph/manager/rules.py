@@ -16,7 +16,7 @@ def recorded_types(graph: TrainingGraph) -> Found:
         recorded = [(o.dtype, o.shape, o.type) for o in node.outputs]
         infer_node(node, imports)
         inferred = [(o.dtype, o.shape) for o in node.outputs]
-        for output, (dtype, shape, full_type) in zip(node.outputs, recorded, strict=True):
+        for output, (_, shape, full_type) in zip(node.outputs, recorded, strict=True):
             if full_type is not None:
                 output.type = full_type
             output.shape = shape

@@ -6,12 +6,12 @@ import dataclasses
 from typing import ClassVar
 
 import onnx_ir as ir
-from ortgraph.ops.builder import Builder
-from ortgraph.ops.rows import Needs, Rows, kept_zero, needs, pads_rows, reads_rows, sums_rows
 
 from ortgraph.graph import Names, TrainingGraph, replace_value, static_shape
 from ortgraph.manager.base import Changes, GraphPass, Refusal
 from ortgraph.manager.rewrite import op_key
+from ortgraph.ops.builder import Builder
+from ortgraph.ops.rows import Needs, Rows, kept_zero, needs, pads_rows, reads_rows, sums_rows
 
 _PRODUCTS = frozenset({"MatMul", "Gemm"})
 Demand = dict[ir.Value, "Rows | None"]  # None: the whole value
@@ -157,9 +157,9 @@ class _Rewrite:
             if plan is not None and plan.rows is not None:
                 self._restore(node, plan)
         for node in reversed(nodes):
-            if node in self.plans or node in self.reading or node.outputs[0] in self.sources:
-                if not any(o.uses() or o.is_graph_output() for o in node.outputs):
-                    self.graph.remove(node, safe=True)
+            rewritten = node in self.plans or node in self.reading or node.outputs[0] in self.sources
+            if rewritten and not any(o.uses() or o.is_graph_output() for o in node.outputs):
+                self.graph.remove(node, safe=True)
 
     def _known(self, value: ir.Value, rows: Rows) -> bool:
         return (value, rows) in self.narrow

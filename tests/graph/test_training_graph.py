@@ -15,9 +15,19 @@ from ortgraph.graph.verify import check, verify
 
 def test_signature_round_trip():
     s = Signature(
-        loss="l", stage="stepped", inputs=("x",), parameters=(Parameter("w", True, "g", "u", ("t",), 1),),
-        buffers=(Buffer("m", "n"),), outputs=("y",), loss_gradient="seed", tangents={"y": "dy"}, input_gradients={"x": "dx"},
-        states=(State("s", "i", "o", "moment1", "w"),), scalars={"lr": 0.1}, first_backward="n1", metadata={"a": "b"},
+        loss="l",
+        stage="stepped",
+        inputs=("x",),
+        parameters=(Parameter("w", True, "g", "u", ("t",), 1),),
+        buffers=(Buffer("m", "n"),),
+        outputs=("y",),
+        loss_gradient="seed",
+        tangents={"y": "dy"},
+        input_gradients={"x": "dx"},
+        states=(State("s", "i", "o", "moment1", "w"),),
+        scalars={"lr": 0.1},
+        first_backward="n1",
+        metadata={"a": "b"},
     )
     assert Signature.from_json(s.to_json()) == s
 
@@ -46,7 +56,8 @@ def test_failed_save_leaves_the_old_files(linear_graph, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [(None, "no such file"), (b"", "not a readable ONNX"), (b"not onnx at all", "not a readable ONNX")]
+    ("content", "words"),
+    [(None, "no such file"), (b"", "not a readable ONNX"), (b"not onnx at all", "not a readable ONNX")],
 )
 def test_load_errors_name_the_file(tmp_path, content, words):
     path = tmp_path / "bad.onnx"
@@ -68,7 +79,10 @@ def test_no_signature_is_a_clear_error(tmp_path):
     x = onnx.helper.make_tensor_value_info("x", 1, [2])
     y = onnx.helper.make_tensor_value_info("y", 1, [2])
     graph = onnx.helper.make_graph([onnx.helper.make_node("Neg", ["x"], ["y"])], "g", [x], [y])
-    onnx.save(onnx.helper.make_model(graph, ir_version=10, opset_imports=[onnx.helper.make_opsetid("", 18)]), tmp_path / "m.onnx")
+    onnx.save(
+        onnx.helper.make_model(graph, ir_version=10, opset_imports=[onnx.helper.make_opsetid("", 18)]),
+        tmp_path / "m.onnx",
+    )
     with pytest.raises(SignatureError, match="no ortgraph signature"):
         _ = load(tmp_path / "m.onnx").signature
 
