@@ -11,6 +11,10 @@ import torch
 from ortgraph.capture.torch_source import user_path
 from ortgraph.errors import CaptureError
 
+_OF_CUSTOM_OPERATOR = (
+    "GeneratedBackwardFor_"  # torch.library's own: export keeps the operator, and with it the backward
+)
+
 
 @contextlib.contextmanager
 def watch_lost() -> Iterator[list[str]]:
@@ -28,7 +32,8 @@ def watch_lost() -> Iterator[list[str]]:
             lost.append(what)
 
     def noted_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        note(f"the backward of the autograd function {cls.__name__}")
+        if not cls.__name__.startswith(_OF_CUSTOM_OPERATOR):
+            note(f"the backward of the autograd function {cls.__name__}")
         return apply.__get__(None, cls)(*args, **kwargs)
 
     def noted_hook(self: torch.Tensor, hook: Any) -> Any:

@@ -156,3 +156,14 @@ def test_missing_torch(monkeypatch):
     monkeypatch.setattr(torch_capture.importlib.metadata, "version", missing)
     with pytest.raises(RuntimeSetupError, match="not installed"):
         ortgraph.capture(None, None)
+
+
+def test_custom_operator_is_named():
+    @torch.library.custom_op("ortgraph_test::double", mutates_args=())
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    double.register_fake(lambda x: torch.empty_like(x))
+    double.register_autograd(lambda ctx, grad: grad * 2)
+    with pytest.raises(UnsupportedError, match=r"ortgraph_test\.double.*test_refusals\.py:\d+"):
+        ortgraph.capture(Plain(), torch.ones(4, 5), loss=lambda o: double(o).sum())
