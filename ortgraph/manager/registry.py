@@ -24,6 +24,8 @@ TABLE: dict[str, str] = {
     "lower": "ortgraph.passes.lowering.lower:Lower",
     "use-transpose-kernel": "ortgraph.passes.lowering.use_transpose_kernel:UseTransposeKernel",
     "fuse-add-norm": "ortgraph.passes.lowering.fuse_add_norm:FuseAddNorm",
+    "fuse-attention-gradient": "ortgraph.passes.lowering.fuse_attention_gradient:FuseAttentionGradient",
+    "fuse-masked-softmax": "ortgraph.passes.lowering.fuse_masked_softmax:FuseMaskedSoftmax",
     "fuse-embedding-update": "ortgraph.passes.lowering.fuse_embedding_update:FuseEmbeddingUpdate",
     "plan-memory": "ortgraph.passes.memory.plan_memory:PlanMemory",
     "eliminate-dead-code": "ortgraph.passes.canonical.eliminate_dead_code:EliminateDeadCode",
