@@ -61,6 +61,8 @@ AFTER_LOWERING = ",".join(
         "eliminate-common-subexpressions",  # why here: transposes that went into products leave equal ones behind
         "fuse-embedding-update",
         "fuse-add-norm",
+        "fuse-attention-gradient",  # why after common subexpressions: it compares values by identity
+        "fuse-masked-softmax",
         "use-transpose-kernel",  # why last: the passes above know the standard operator only
         "eliminate-identity",
         "eliminate-dead-code",
