@@ -67,10 +67,8 @@ def _pooled_with_indices(t: Translation, x: ir.Value, attributes: dict[str, Any]
 def _indices_are_read(t: Translation) -> bool:
     """Whether anything but a pooling backward reads the indices."""
     assert t.fx is not None
-    for item in t.fx.users:
-        if item.args[1] == 1 and any("_backward" not in str(user.target) for user in item.users):
-            return True
-    return False
+    readers = [user for item in t.fx.users if item.args[1] == 1 for user in item.users]
+    return any("_backward" not in str(reader.target) for reader in readers)
 
 
 @rule("max_pool2d_with_indices_backward.default", "max_pool3d_with_indices_backward.default",

@@ -330,6 +330,10 @@ class Translation:
         where = ""
         if node is not None:
             path, line = module_path(node), source_line(node)
+            before = node.prev  # custom operators carry no frame of their own: the line of what ran just before is near
+            while not line and before.op == "call_function":
+                line, before = source_line(before), before.prev
+                line = f"near {line}" if line else ""
             where = f" (module {path or '<root>'}" + (f", {line})" if line else ")")
         return UnsupportedError(
             f"{what} has no translation to ONNX{where}",

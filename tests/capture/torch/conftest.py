@@ -11,12 +11,12 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
-from ortgraph.ops.expand import expand_composites
 
 import ortgraph
 from ortgraph.analysis.bind_shapes import bind_shapes, infer_unknown, is_dynamic
 from ortgraph.graph import TrainingGraph
 from ortgraph.graph.verify import verify
+from ortgraph.ops.expand import expand_composites
 from ortgraph.runtime.prepare import FOLD, run_passes
 
 
