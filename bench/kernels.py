@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import onnx_ir as ir
+
 from ortgraph.ops import kernels
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.expand import expand_node

@@ -17,9 +17,9 @@ from collections.abc import Callable
 
 import numpy as np
 import onnx_ir as ir
-from ortgraph.ops.builder import Builder
 
 from ortgraph.graph import Parameter, Signature, State, TrainingGraph
+from ortgraph.ops.builder import Builder
 from ortgraph.runtime.options import session_options
 from ortgraph.runtime.program import program_model
 from ortgraph.runtime.session import TrainingSession

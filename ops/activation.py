@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import onnx_ir as ir
+
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.shapes import attribute, elements_flops, indicator, like
 from ortgraph.ops.spec import COMPOSITE, OpSpec, register

@@ -10,14 +10,14 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 
 import onnx_ir as ir
+
+from ortgraph.errors import InputError
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.kernels.table import BY_OPERATOR
 from ortgraph.ops.runtime_forms import RUNTIME_FORMS, STANDARD_FORMS
 from ortgraph.ops.shapes import attribute
 from ortgraph.ops.spec import COMPOSITE, spec_of
 from ortgraph.ops.targets import TARGETS
-
-from ortgraph.errors import InputError
 
 SHIPPED_TABLE = pathlib.Path(__file__).with_name("cost_table.json")
 UNKNOWN_DIMENSION = 64  # a symbolic dimension counts as this many: only the ratio of alternatives matters

@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 import onnx_ir as ir
+
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.shapes import (
     Types,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import onnx_ir as ir
+
 from ortgraph.ops import kernels
 from ortgraph.ops.alternatives import Alternative, alternatives, elements, variant
 from ortgraph.ops.builder import Builder

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import onnx_ir as ir
+
+from ortgraph.errors import UnsupportedError
 from ortgraph.ops import contrib_grad as grad
 from ortgraph.ops.activation import gelu, log_softmax_grad, relu_grad, sigmoid_grad, softmax_grad, tanh_grad
 from ortgraph.ops.builder import Builder
@@ -28,8 +30,6 @@ from ortgraph.ops.shapes import (
     typed,
 )
 from ortgraph.ops.spec import CONTRIB, InferRule, OpSpec, register
-
-from ortgraph.errors import UnsupportedError
 
 _FIRST = ((0, 0),)
 _BOTH = ((0, 0), (1, 0))

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
+
+from ortgraph.errors import UnsupportedError
+from ortgraph.graph.edit import static_shape
 from ortgraph.ops import activation, convolution, loss, normalization
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.random import scale_kept
@@ -23,9 +26,6 @@ from ortgraph.ops.shapes import (
     wanted,
     zeros,
 )
-
-from ortgraph.errors import UnsupportedError
-from ortgraph.graph.edit import static_shape
 
 Values = list["ir.Value | None"]
 

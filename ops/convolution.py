@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
+
+from ortgraph.errors import UnsupportedError
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.shapes import (
     Types,
@@ -26,8 +28,6 @@ from ortgraph.ops.shapes import (
     zeros,
 )
 from ortgraph.ops.spec import COMPOSITE, OpSpec, register
-
-from ortgraph.errors import UnsupportedError
 
 _NARROW = 16  # channels per group below which one wide product beats one product per kernel position
 

@@ -7,6 +7,7 @@ over an input that has the output's own shape and dtype; an input that is broadc
 from __future__ import annotations
 
 import onnx_ir as ir
+
 from ortgraph.ops.shapes import Types, attribute, broadcast, broadcast_rule, elements_flops, like, shape_of
 from ortgraph.ops.spec import OpSpec, register
 

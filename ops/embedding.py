@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import onnx_ir as ir
+
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.shapes import Types, attribute, elements_flops, retyped, shape_of, static_dim, zeros
 from ortgraph.ops.spec import COMPOSITE, OpSpec, register

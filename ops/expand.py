@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import onnx_ir as ir
-from ortgraph.ops.builder import Builder
-from ortgraph.ops.shapes import operator
-from ortgraph.ops.spec import COMPOSITE, spec_of
 
 from ortgraph.errors import UnsupportedError
 from ortgraph.graph.edit import Names, is_used, replace_value
 from ortgraph.graph.training_graph import TrainingGraph
+from ortgraph.ops.builder import Builder
+from ortgraph.ops.shapes import operator
+from ortgraph.ops.spec import COMPOSITE, spec_of
 
 MIN_OPSET, MAX_OPSET = 18, 21
 

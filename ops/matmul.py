@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import onnx_ir as ir
+
 from ortgraph.ops.shapes import Types, attribute, broadcast, element_count, given, shape_of
 from ortgraph.ops.spec import OpSpec, Shape, register
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import onnx_ir as ir
+
 from ortgraph.ops.shapes import (
     UNKNOWN,
     Types,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import onnx_ir as ir
+
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.shapes import (
     Types,

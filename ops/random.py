@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.shapes import (
     Types,

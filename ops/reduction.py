@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import onnx_ir as ir
+
 from ortgraph.ops.shapes import Types, attribute, element_count, given, ints_of, like, normalized_axis, shape_of
 from ortgraph.ops.spec import OpSpec, Shape, register
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import onnx_ir as ir
+
+from ortgraph.graph import static_shape
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.shapes import attribute, given, ints_of
 from ortgraph.ops.spec import CONTRIB
 from ortgraph.ops.targets import STOCK, TRAINING
-
-from ortgraph.graph import static_shape
 
 _BOTH = (TRAINING, STOCK)
 _TRAINING = (TRAINING,)

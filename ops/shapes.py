@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
-from ortgraph.ops.spec import InferRule, Shape, Typed
 
 from ortgraph.errors import UnsupportedError
 from ortgraph.graph.edit import is_used, static_shape
+from ortgraph.ops.spec import InferRule, Shape, Typed
 
 if TYPE_CHECKING:
     from ortgraph.ops.builder import Builder

@@ -6,6 +6,7 @@ import functools
 
 import onnx
 import onnx_ir as ir
+
 from ortgraph.ops.spec import CONTRIB, KERNELS
 
 TRAINING = "onnxruntime-training"  # 1.19.2

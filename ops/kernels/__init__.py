@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, overload
 
 import onnx_ir as ir
+
+from ortgraph.errors import RuntimeSetupError
 from ortgraph.ops.kernels import library
 from ortgraph.ops.kernels.table import BY_OPERATOR, KERNELS, KernelEntry
 from ortgraph.ops.shapes import ints_of
 from ortgraph.ops.spec import KERNELS as DOMAIN
-
-from ortgraph.errors import RuntimeSetupError
 
 if TYPE_CHECKING:
     from ortgraph.ops.builder import Builder

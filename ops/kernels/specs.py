@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import onnx_ir as ir
+
 from ortgraph.ops.kernels.table import KERNELS as TABLE
 from ortgraph.ops.kernels.table import KernelEntry
 from ortgraph.ops.shapes import Types, attribute, elements_flops, given, like, normalized_axis, retyped, shape_of, typed

@@ -7,10 +7,10 @@ import math
 from collections.abc import Callable, Mapping
 
 import onnx_ir as ir
-from ortgraph.ops.shapes import attribute
-from ortgraph.ops.spec import COMPOSITE
 
 from ortgraph.graph.edit import static_shape
+from ortgraph.ops.shapes import attribute
+from ortgraph.ops.spec import COMPOSITE
 
 _MAX_PARTS = 32  # kernel.h: pieces that work is cut into, whatever the number of threads
 _GRAIN = 8192  # kernel.h: elements of a piece at least

@@ -11,11 +11,11 @@ from typing import ClassVar
 import numpy as np
 import onnx
 import onnx_ir as ir
-from ortgraph.ops.spec import OpSpec, spec_of
-from ortgraph.passes.canonical.values import BEFORE_PLAN, Edit, bodies
 
 from ortgraph.graph import TrainingGraph
 from ortgraph.manager.base import Changes, GraphPass, Refusal
+from ortgraph.ops.spec import OpSpec, spec_of
+from ortgraph.passes.canonical.values import BEFORE_PLAN, Edit, bodies
 
 
 @dataclasses.dataclass(frozen=True)

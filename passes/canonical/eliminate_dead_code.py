@@ -8,11 +8,11 @@ from typing import ClassVar
 
 import onnx
 import onnx_ir as ir
-from ortgraph.ops.spec import spec_of
-from ortgraph.passes.canonical.values import BEFORE_PLAN, Edit, is_standard
 
 from ortgraph.graph import TrainingGraph
 from ortgraph.manager.base import Changes, GraphPass, Refusal
+from ortgraph.ops.spec import spec_of
+from ortgraph.passes.canonical.values import BEFORE_PLAN, Edit, is_standard
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,11 +8,11 @@ from typing import ClassVar
 
 import numpy as np
 import onnx_ir as ir
-from ortgraph.ops.spec import COMPOSITE, CONTRIB
-from ortgraph.passes.canonical.values import BEFORE_PLAN, Edit, constant_array, constant_ints, dims, same_shape
 
 from ortgraph.graph import TrainingGraph
 from ortgraph.manager.base import Changes, GraphPass, Refusal
+from ortgraph.ops.spec import COMPOSITE, CONTRIB
+from ortgraph.passes.canonical.values import BEFORE_PLAN, Edit, constant_array, constant_ints, dims, same_shape
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,13 +8,13 @@ from typing import ClassVar
 
 import numpy as np
 import onnx_ir as ir
+
+from ortgraph.graph import Names, TrainingGraph, static_shape
+from ortgraph.manager.base import Changes, GraphPass, Refusal
 from ortgraph.ops.infer import infer_node
 from ortgraph.ops.spec import spec_of
 from ortgraph.passes.canonical.evaluate import Refused, evaluate
 from ortgraph.passes.canonical.values import BEFORE_PLAN, Edit, bodies, constant_tensor, is_standard
-
-from ortgraph.graph import Names, TrainingGraph, static_shape
-from ortgraph.manager.base import Changes, GraphPass, Refusal
 
 _INPUT_BYTES = 16 << 20
 

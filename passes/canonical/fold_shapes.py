@@ -8,14 +8,14 @@ from typing import ClassVar
 
 import numpy as np
 import onnx_ir as ir
-from ortgraph.ops.spec import CONTRIB
-from ortgraph.passes.canonical.shape_values import ShapeValue, ShapeValues, target_of
-from ortgraph.passes.canonical.simplify_reshapes import reshape_target
-from ortgraph.passes.canonical.values import BEFORE_PLAN, Edit, constant_tensor, dims, is_standard
 
 from ortgraph.graph import Names, TrainingGraph
 from ortgraph.graph.edit import stamp
 from ortgraph.manager.base import Changes, GraphPass
+from ortgraph.ops.spec import CONTRIB
+from ortgraph.passes.canonical.shape_values import ShapeValue, ShapeValues, target_of
+from ortgraph.passes.canonical.simplify_reshapes import reshape_target
+from ortgraph.passes.canonical.values import BEFORE_PLAN, Edit, constant_tensor, dims, is_standard
 
 _MISSING = ""  # no dimension has this name
 

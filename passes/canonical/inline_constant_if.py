@@ -6,10 +6,10 @@ import dataclasses
 from typing import ClassVar
 
 import onnx_ir as ir
-from ortgraph.passes.canonical.values import BEFORE_PLAN, Edit, constant_array, is_standard
 
 from ortgraph.graph import Names, TrainingGraph, replace_value, stamp
 from ortgraph.manager.base import Changes, GraphPass, Refusal
+from ortgraph.passes.canonical.values import BEFORE_PLAN, Edit, constant_array, is_standard
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,11 +7,11 @@ from typing import ClassVar
 
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
-from ortgraph.passes.canonical.values import BEFORE_PLAN
 
 from ortgraph.errors import PassError
 from ortgraph.graph import TrainingGraph, stamp
 from ortgraph.manager.base import Changes, GraphPass
+from ortgraph.passes.canonical.values import BEFORE_PLAN
 
 
 @dataclasses.dataclass(frozen=True)

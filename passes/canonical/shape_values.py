@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import onnx_ir as ir
+
 from ortgraph.passes.canonical.values import constant_array, constant_ints
 
 _MAX_ELEMENTS = 64

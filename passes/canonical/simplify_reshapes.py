@@ -7,12 +7,12 @@ from typing import ClassVar
 
 import numpy as np
 import onnx_ir as ir
-from ortgraph.passes.canonical.shape_values import target_of
-from ortgraph.passes.canonical.values import BEFORE_PLAN, Edit, dims, is_standard, same_shape
 
 from ortgraph.graph import Names, TrainingGraph
 from ortgraph.graph.edit import stamp
 from ortgraph.manager.base import Changes, GraphPass, Refusal
+from ortgraph.passes.canonical.shape_values import target_of
+from ortgraph.passes.canonical.values import BEFORE_PLAN, Edit, dims, is_standard, same_shape
 
 _KINDS = ("Reshape", "Squeeze", "Unsqueeze", "Flatten")
 

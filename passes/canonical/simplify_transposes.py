@@ -6,11 +6,11 @@ import dataclasses
 from typing import ClassVar
 
 import onnx_ir as ir
-from ortgraph.passes.canonical.values import BEFORE_PLAN, Edit, is_standard
 
 from ortgraph.graph import TrainingGraph
 from ortgraph.graph.edit import stamp
 from ortgraph.manager.base import Changes, GraphPass, Refusal
+from ortgraph.passes.canonical.values import BEFORE_PLAN, Edit, is_standard
 
 
 @dataclasses.dataclass(frozen=True)

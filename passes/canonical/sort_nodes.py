@@ -6,11 +6,11 @@ import dataclasses
 from typing import ClassVar
 
 import onnx_ir as ir
-from ortgraph.passes.canonical.values import BEFORE_PLAN, bodies
 
 from ortgraph.errors import PassError
 from ortgraph.graph import Names, TrainingGraph
 from ortgraph.manager.base import Changes, GraphPass
+from ortgraph.passes.canonical.values import BEFORE_PLAN, bodies
 
 
 @dataclasses.dataclass(frozen=True)

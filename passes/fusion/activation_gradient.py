@@ -6,6 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 import numpy as np
+
 from ortgraph.passes.fusion import elementwise as f
 from ortgraph.passes.fusion.pointwise_region import Known, PointwiseFusion
 

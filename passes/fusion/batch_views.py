@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import onnx_ir as ir
-from ortgraph.ops.builder import Builder
-from ortgraph.ops.shapes import attribute
-from ortgraph.ops.spec import CONTRIB
-from ortgraph.passes.fusion.operands import producer_of, rank, reshape_dims
 
 from ortgraph.graph import TrainingGraph
 from ortgraph.manager.base import Refusal
 from ortgraph.manager.rewrite import Match, RewritePass
+from ortgraph.ops.builder import Builder
+from ortgraph.ops.shapes import attribute
+from ortgraph.ops.spec import CONTRIB
+from ortgraph.passes.fusion.operands import producer_of, rank, reshape_dims
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,14 +9,14 @@ from typing import ClassVar
 
 import numpy as np
 import onnx_ir as ir
-from ortgraph.ops.builder import Builder
-from ortgraph.ops.shapes import attribute
-from ortgraph.passes.fusion.operands import FLOATS, axes_of, producer_of, rank, scalar
 
 from ortgraph.errors import InputError
 from ortgraph.graph import TrainingGraph, static_shape
 from ortgraph.manager.base import Changes, Refusal
 from ortgraph.manager.rewrite import Match, RewritePass
+from ortgraph.ops.builder import Builder
+from ortgraph.ops.shapes import attribute
+from ortgraph.passes.fusion.operands import FLOATS, axes_of, producer_of, rank, scalar
 
 _FORMS = ("product", "reduce")
 

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import onnx_ir as ir
-from ortgraph.ops.builder import Builder
-from ortgraph.ops.shapes import attribute, given
-from ortgraph.ops.spec import COMPOSITE
-from ortgraph.passes.fusion.operands import producer_of, rank
 
 from ortgraph.graph import TrainingGraph
 from ortgraph.manager.base import Changes, Refusal
 from ortgraph.manager.rewrite import Match, RewritePass, op_key
+from ortgraph.ops.builder import Builder
+from ortgraph.ops.shapes import attribute, given
+from ortgraph.ops.spec import COMPOSITE
+from ortgraph.passes.fusion.operands import producer_of, rank
 
 _IGNORE = -100
 

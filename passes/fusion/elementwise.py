@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+
 from ortgraph.ops.shapes import attribute
 from ortgraph.ops.spec import COMPOSITE
 from ortgraph.passes.fusion.operands import scalar

@@ -8,14 +8,14 @@ from typing import ClassVar
 
 import numpy as np
 import onnx_ir as ir
-from ortgraph.ops.builder import Builder
-from ortgraph.ops.shapes import attribute
-from ortgraph.ops.spec import COMPOSITE
-from ortgraph.passes.fusion.operands import FLOATS, constant, producer_of, rank, scalar
 
 from ortgraph.graph import TrainingGraph, static_shape
 from ortgraph.manager.base import Refusal
 from ortgraph.manager.rewrite import Match, RewritePass
+from ortgraph.ops.builder import Builder
+from ortgraph.ops.shapes import attribute
+from ortgraph.ops.spec import COMPOSITE
+from ortgraph.passes.fusion.operands import FLOATS, constant, producer_of, rank, scalar
 
 
 @dataclasses.dataclass(frozen=True)

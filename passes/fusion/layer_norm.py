@@ -10,15 +10,15 @@ from typing import ClassVar
 
 import numpy as np
 import onnx_ir as ir
+
+from ortgraph.graph import Names, TrainingGraph
+from ortgraph.manager.base import Changes, Refusal
+from ortgraph.manager.rewrite import Match, RewritePass, apply
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.shapes import attribute
 from ortgraph.ops.spec import COMPOSITE
 from ortgraph.passes.fusion.operands import FLOAT32, axes_of, rank, scalar
 from ortgraph.passes.fusion.row_region import COLUMN, FULL, NEAR, ROW, TOLERANCE, RowRegion, difference, is_reduction
-
-from ortgraph.graph import Names, TrainingGraph
-from ortgraph.manager.base import Changes, Refusal
-from ortgraph.manager.rewrite import Match, RewritePass, apply
 
 _ROOTS = frozenset({"Add", "Div", "Mul", "Sub", "Sum"})
 _LARGEST_EPSILON = 0.1

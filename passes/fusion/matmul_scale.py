@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import onnx_ir as ir
-from ortgraph.ops.builder import Builder
-from ortgraph.ops.shapes import attribute, given
-from ortgraph.ops.spec import CONTRIB
-from ortgraph.passes.fusion.operands import FLOAT32, producer_of, rank, with_constant
 
 from ortgraph.graph import TrainingGraph
 from ortgraph.manager.base import Refusal
 from ortgraph.manager.rewrite import Match, RewritePass, op_key
+from ortgraph.ops.builder import Builder
+from ortgraph.ops.shapes import attribute, given
+from ortgraph.ops.spec import CONTRIB
+from ortgraph.passes.fusion.operands import FLOAT32, producer_of, rank, with_constant
 
 _PRODUCTS = frozenset({"MatMul", "Gemm", f"{CONTRIB}.FusedMatMul"})
 _LARGEST = float(2**127)  # of float32, the type of alpha

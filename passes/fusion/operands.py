@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import onnx_ir as ir
+
 from ortgraph.ops.shapes import attribute
 
 MAX_CONSTANT = 1 << 16  # elements of a constant that a fusion looks into

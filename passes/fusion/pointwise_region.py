@@ -13,14 +13,14 @@ from typing import ClassVar
 
 import numpy as np
 import onnx_ir as ir
-from ortgraph.ops.builder import Builder
-from ortgraph.ops.spec import COMPOSITE
-from ortgraph.passes.fusion.elementwise import evaluate, is_elementwise
-from ortgraph.passes.fusion.operands import FLOATS, same_shape, scalar
 
 from ortgraph.graph import Names, TrainingGraph
 from ortgraph.manager.base import Changes, Refusal
 from ortgraph.manager.rewrite import Match, RewritePass, apply
+from ortgraph.ops.builder import Builder
+from ortgraph.ops.spec import COMPOSITE
+from ortgraph.passes.fusion.elementwise import evaluate, is_elementwise
+from ortgraph.passes.fusion.operands import FLOATS, same_shape, scalar
 
 MAX_NODES = 48  # the longest form met (gradient builder on tanh GELU) has 31
 TOLERANCE = 3e-7  # float32 constants carry 6e-8, which a steep point multiplies a few times

@@ -8,14 +8,14 @@ from typing import ClassVar
 
 import numpy as np
 import onnx_ir as ir
-from ortgraph.ops.builder import Builder
-from ortgraph.ops.shapes import attribute, given
-from ortgraph.ops.spec import COMPOSITE, CONTRIB, spec_of
-from ortgraph.passes.fusion.operands import constant, producer_of, rank, scalar
 
 from ortgraph.graph import TrainingGraph
 from ortgraph.manager.base import Refusal
 from ortgraph.manager.rewrite import Match, RewritePass, op_key
+from ortgraph.ops.builder import Builder
+from ortgraph.ops.shapes import attribute, given
+from ortgraph.ops.spec import COMPOSITE, CONTRIB, spec_of
+from ortgraph.passes.fusion.operands import constant, producer_of, rank, scalar
 
 IGNORE = -100
 _LOSS_FORWARD = ("SoftmaxCrossEntropyLoss", "SoftmaxCrossEntropyLossInternal", "CrossEntropy")

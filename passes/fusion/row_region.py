@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
+
 from ortgraph.ops.shapes import attribute
 from ortgraph.passes.fusion.elementwise import evaluate, is_elementwise
 from ortgraph.passes.fusion.operands import axes_of, same_shape, scalar

@@ -8,14 +8,14 @@ from typing import ClassVar
 
 import numpy as np
 import onnx_ir as ir
-from ortgraph.ops.builder import Builder
-from ortgraph.ops.spec import COMPOSITE
-from ortgraph.passes.fusion.operands import FLOATS, producer_of
-from ortgraph.passes.fusion.row_region import FULL, NEAR, TOLERANCE, RowRegion, difference, is_reduction
 
 from ortgraph.graph import Names, TrainingGraph
 from ortgraph.manager.base import Changes, Refusal
 from ortgraph.manager.rewrite import Match, RewritePass, apply
+from ortgraph.ops.builder import Builder
+from ortgraph.ops.spec import COMPOSITE
+from ortgraph.passes.fusion.operands import FLOATS, producer_of
+from ortgraph.passes.fusion.row_region import FULL, NEAR, TOLERANCE, RowRegion, difference, is_reduction
 
 _ROOTS = frozenset({"Add", "Div", "Log", "Mul", "Sub"})
 

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 import onnx_ir as ir
-from ortgraph.ops.builder import Builder
-from ortgraph.ops.spec import KERNELS
-from ortgraph.passes.fusion.operands import producer_of, same_shape
-from ortgraph.passes.lowering.kernel_rewrite import KernelRewrite, other_reader, readers
 
 from ortgraph.graph import TrainingGraph
 from ortgraph.manager.base import Refusal
 from ortgraph.manager.rewrite import Match
+from ortgraph.ops.builder import Builder
+from ortgraph.ops.spec import KERNELS
+from ortgraph.passes.fusion.operands import producer_of, same_shape
+from ortgraph.passes.lowering.kernel_rewrite import KernelRewrite, other_reader, readers
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import onnx_ir as ir
+
+from ortgraph.graph import TrainingGraph, static_shape
+from ortgraph.manager.base import Refusal
+from ortgraph.manager.rewrite import Match
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.shapes import attribute
 from ortgraph.ops.spec import KERNELS
 from ortgraph.passes.fusion.operands import producer_of
 from ortgraph.passes.lowering.kernel_rewrite import KernelRewrite, readers
-
-from ortgraph.graph import TrainingGraph, static_shape
-from ortgraph.manager.base import Refusal
-from ortgraph.manager.rewrite import Match
 
 _RULE = ("beta1", "beta2", "epsilon", "weight_decay")
 

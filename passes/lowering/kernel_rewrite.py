@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import ClassVar
 
 import onnx_ir as ir
-from ortgraph.ops import kernels
 
 from ortgraph.graph import TrainingGraph
 from ortgraph.manager.base import Changes, Refusal
 from ortgraph.manager.rewrite import RewritePass, op_key
+from ortgraph.ops import kernels
 
 
 @dataclasses.dataclass(frozen=True)

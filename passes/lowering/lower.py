@@ -6,14 +6,14 @@ import dataclasses
 from typing import ClassVar
 
 import onnx_ir as ir
-from ortgraph.ops.alternatives import Alternative, CostTable, alternatives, has_choice, load_table
-from ortgraph.ops.builder import Builder
-from ortgraph.ops.spec import COMPOSITE
-from ortgraph.ops.targets import TARGETS, TRAINING, reason_not_run
 
 from ortgraph.errors import InputError, UnsupportedError
 from ortgraph.graph import Names, TrainingGraph, replace_value
 from ortgraph.manager.base import Changes, GraphPass, Refusal
+from ortgraph.ops.alternatives import Alternative, CostTable, alternatives, has_choice, load_table
+from ortgraph.ops.builder import Builder
+from ortgraph.ops.spec import COMPOSITE
+from ortgraph.ops.targets import TARGETS, TRAINING, reason_not_run
 from ortgraph.runtime.inference_export import keep_evaluation_form
 
 

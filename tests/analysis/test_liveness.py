@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import onnx_ir as ir
 import pytest
-from ortgraph.ops.builder import Builder
 
 from ortgraph.analysis.liveness import Liveness, nbytes
+from ortgraph.ops.builder import Builder
 
 F = ir.DataType.FLOAT
 

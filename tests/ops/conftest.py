@@ -11,10 +11,10 @@ import onnx_ir as ir
 import pytest
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
-from ortgraph.ops import Builder
-from ortgraph.ops.expand import expand_composites
 
 from ortgraph.graph import TrainingGraph
+from ortgraph.ops import Builder
+from ortgraph.ops.expand import expand_composites
 
 
 class Erf(OpRun):

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from ortgraph.ops.expand import expand_composites
-from ortgraph.ops.spec import CONTRIB, all_specs
 
 from ortgraph.errors import UnsupportedError
+from ortgraph.ops.expand import expand_composites
+from ortgraph.ops.spec import CONTRIB, all_specs
 
 ort = pytest.importorskip("onnxruntime")
 rng = np.random.default_rng(0)

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from ortgraph.ops.expand import expand_node
 
 from ortgraph.errors import UnsupportedError
+from ortgraph.ops.expand import expand_node
 
 CONVOLUTIONS = {
     # batch, channels, sizes, filters, kernel, strides, pads, dilations, group

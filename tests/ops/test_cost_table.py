@@ -6,12 +6,12 @@ import json
 
 import onnx_ir as ir
 import pytest
+
+from ortgraph.errors import InputError
 from ortgraph.ops import calibrate
 from ortgraph.ops.alternatives import SHIPPED_TABLE, elements, load_table, variant
 from ortgraph.ops.runtime_forms import RUNTIME_FORMS
 from ortgraph.ops.spec import all_specs
-
-from ortgraph.errors import InputError
 
 
 def test_every_choice_is_measured():

@@ -3,12 +3,12 @@
 import numpy as np
 import onnx_ir as ir
 import pytest
-from ortgraph.ops import Builder
-from ortgraph.ops.expand import can_expand, expand_composites, expand_node
 
 from ortgraph.errors import UnsupportedError
 from ortgraph.graph import Names, TrainingGraph
 from ortgraph.graph.edit import MODULE_KEY, PASS_KEY
+from ortgraph.ops import Builder
+from ortgraph.ops.expand import can_expand, expand_composites, expand_node
 
 
 def float_value(name, shape):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
+
 from ortgraph.ops.spec import CONTRIB, all_specs, lookup
 
 ort = pytest.importorskip("onnxruntime")

@@ -4,9 +4,9 @@ import itertools
 
 import numpy as np
 import pytest
-from ortgraph.ops.random import columns, reference_mask, reference_uniform
 
 from ortgraph.errors import UnsupportedError
+from ortgraph.ops.random import columns, reference_mask, reference_uniform
 
 
 def scalars(key, step):

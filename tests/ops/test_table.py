@@ -10,11 +10,11 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+
+from ortgraph.graph import TrainingGraph
 from ortgraph.ops import Builder, infer_graph, spec_of
 from ortgraph.ops.infer import _standard
 from ortgraph.ops.spec import COMPOSITE, CONTRIB, all_specs, lookup
-
-from ortgraph.graph import TrainingGraph
 
 SPECS = list(all_specs())
 DOCS = pathlib.Path(__file__).parents[2] / "docs" / "operators.md"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 import pytest
-from ortgraph.ops.builder import Builder
 
 from ortgraph.errors import PassError, SignatureError
 from ortgraph.graph import Parameter, Signature, TrainingGraph
+from ortgraph.ops.builder import Builder
 from ortgraph.optim import AdamW, Group
 from ortgraph.optim.attach import attach
 from ortgraph.runtime.session import TrainingSession

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_ir as ir
 import pytest
-from ortgraph.ops import kernels
-from ortgraph.ops.builder import Builder
-from ortgraph.ops.spec import KERNELS
-from ortgraph.passes.lowering.lower import Lower
 
 from ortgraph.graph import Signature, TrainingGraph
 from ortgraph.graph.text import text_hash
 from ortgraph.graph.verify import verify
+from ortgraph.ops import kernels
+from ortgraph.ops.builder import Builder
+from ortgraph.ops.spec import KERNELS
+from ortgraph.passes.lowering.lower import Lower
 
 F32 = ir.DataType.FLOAT
 

@@ -6,10 +6,10 @@ import json
 
 import onnx_ir as ir
 import pytest
+
 from ortgraph.ops import spec as table
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.spec import OpSpec
-
 from ortgraph.plan.memory.placement import place_values
 
 F = ir.DataType.FLOAT

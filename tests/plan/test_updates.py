@@ -5,9 +5,9 @@ from __future__ import annotations
 import onnx_ir as ir
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ortgraph.ops.builder import Builder
 
 from ortgraph.analysis.liveness import values_read
+from ortgraph.ops.builder import Builder
 from ortgraph.plan.schedule import order_updates
 
 F = ir.DataType.FLOAT

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_ir as ir
 import pytest
-from ortgraph.ops.builder import Builder
 
 from ortgraph.graph import Signature, TrainingGraph
+from ortgraph.ops.builder import Builder
 from ortgraph.runtime.arena import Memory
 from ortgraph.runtime.program import Program, program_model
 

@@ -7,10 +7,10 @@ import json
 import numpy as np
 import pytest
 import safetensors.numpy
-from ortgraph.passes.lowering.attach_optimizer import AttachOptimizer
 
 from ortgraph.errors import InputError
 from ortgraph.optim import AdamW
+from ortgraph.passes.lowering.attach_optimizer import AttachOptimizer
 from ortgraph.runtime import checkpoint
 from ortgraph.runtime.session import TrainingSession
 

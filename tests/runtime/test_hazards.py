@@ -7,6 +7,7 @@ import onnx_ir as ir
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from ortgraph.ops import spec as table
 from ortgraph.ops.spec import OpSpec
 

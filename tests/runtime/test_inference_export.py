@@ -7,12 +7,12 @@ import onnx
 import onnx_ir as ir
 import pytest
 from onnx.reference import ReferenceEvaluator
-from ortgraph.passes.lowering.attach_optimizer import AttachOptimizer
 
 from ortgraph.errors import InputError
 from ortgraph.graph import Buffer, Parameter, Signature, State, TrainingGraph, load
 from ortgraph.manager import registry
 from ortgraph.optim import AdamW
+from ortgraph.passes.lowering.attach_optimizer import AttachOptimizer
 from ortgraph.runtime.inference_export import keep_evaluation_form
 from ortgraph.runtime.session import TrainingSession
 

@@ -6,12 +6,12 @@ import logging
 
 import numpy as np
 import pytest
-from ortgraph.passes.lowering.attach_optimizer import AttachOptimizer
-from ortgraph.passes.memory.plan_memory import PlanMemory
 
 from ortgraph.errors import BatchError, InputError, NonFiniteLossError
 from ortgraph.manager import registry
 from ortgraph.optim import AdamW
+from ortgraph.passes.lowering.attach_optimizer import AttachOptimizer
+from ortgraph.passes.memory.plan_memory import PlanMemory
 from ortgraph.runtime.profile import by_operator
 from ortgraph.runtime.session import TrainingSession
 
@@ -377,8 +377,8 @@ def test_profile(classifier_graph, classifier_batch, kind) -> None:
 def test_step_equals_the_same_nodes_unbound(classifier_graph, classifier_batch, threads) -> None:
     """The runtime's own allocation, same nodes and order: every new weight and state bit for bit."""
     import onnxruntime as ort
-    from ortgraph.ops import kernels
 
+    from ortgraph.ops import kernels
     from ortgraph.runtime.options import session_options
     from ortgraph.runtime.program import program_model
 

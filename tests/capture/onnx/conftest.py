@@ -9,11 +9,11 @@ import onnx
 import onnx_ir as ir
 import pytest
 from onnx.reference import ReferenceEvaluator
-from ortgraph.ops.expand import expand_composites
 
 from ortgraph.capture.from_onnx import from_onnx
 from ortgraph.graph import TrainingGraph
 from ortgraph.graph.training_graph import TrainingGraph as Graph
+from ortgraph.ops.expand import expand_composites
 
 
 def make_model(text: str, opset: int = 18, ir_version: int = 8, **weights: np.ndarray) -> onnx.ModelProto:

@@ -8,6 +8,7 @@ import pytest
 onnxruntime = pytest.importorskip("onnxruntime")
 
 from onnx import TensorProto, helper  # noqa: E402
+
 from ortgraph.ops import kernels  # noqa: E402
 
 _TYPES = {

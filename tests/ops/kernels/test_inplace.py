@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+
 from ortgraph.ops.kernels import KERNELS
 from ortgraph.ops.spec import lookup
 

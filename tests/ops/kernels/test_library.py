@@ -11,10 +11,10 @@ import textwrap
 import numpy as np
 import onnx_ir as ir
 import pytest
-from ortgraph.ops import kernels
-from ortgraph.ops.kernels import library
 
 from ortgraph.errors import RuntimeSetupError
+from ortgraph.ops import kernels
+from ortgraph.ops.kernels import library
 
 BUILD = "from ortgraph.ops import kernels; print(kernels.available(), kernels.library_path())"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from ortgraph.ops.random import reference_mask, reference_uniform
 
 SHAPES = [(), (1,), (255,), (257,), (3, 0), (5, 67), (40, 33, 21)]

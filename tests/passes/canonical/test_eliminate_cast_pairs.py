@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import onnx_ir as ir
 import pytest
+
 from ortgraph.passes.canonical.eliminate_cast_pairs import EliminateCastPairs, widens
 
 TYPES = {"float": 1, "uint8": 2, "int8": 3, "int16": 5, "int32": 6, "int64": 7, "bool": 9, "float16": 10, "double": 11}

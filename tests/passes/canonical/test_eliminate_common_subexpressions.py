@@ -3,10 +3,10 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 import pytest
-from ortgraph.ops.spec import spec_of
-from ortgraph.passes.canonical.eliminate_common_subexpressions import EliminateCommonSubexpressions
 
 from ortgraph.graph.edit import PHASE_KEY
+from ortgraph.ops.spec import spec_of
+from ortgraph.passes.canonical.eliminate_common_subexpressions import EliminateCommonSubexpressions
 
 X = {"x": np.arange(1, 7, dtype=np.float32).reshape(2, 3)}
 COMPOSITES = '<ir_version: 9, opset_import: ["" : 18, "ortgraph" : 1, "com.microsoft" : 1]>\n'

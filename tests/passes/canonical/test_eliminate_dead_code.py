@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import onnx_ir as ir
+
 from ortgraph.ops import spec
 from ortgraph.passes.canonical.eliminate_dead_code import EliminateDeadCode
 

@@ -4,6 +4,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+
 from ortgraph.passes.canonical.eliminate_identity import EliminateIdentity
 
 X = np.arange(1, 7, dtype=np.float32).reshape(2, 3)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 import pytest
+
 from ortgraph.passes.canonical.fold_constants import FoldConstants
 
 X = {"x": np.ones(3, np.float32)}

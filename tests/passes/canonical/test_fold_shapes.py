@@ -4,6 +4,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+
 from ortgraph.passes.canonical.fold_shapes import FoldShapes, _broadcast_axes
 
 X = {"x": np.arange(24, dtype=np.float32).reshape(2, 3, 4)}

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from ortgraph.passes.canonical.inline_constant_if import InlineConstantIf
 
 X = {"x": np.array([1, -2], np.float32)}

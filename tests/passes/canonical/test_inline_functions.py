@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ortgraph.passes.canonical.inline_functions import InlineFunctions
 
 from ortgraph.errors import PassError
 from ortgraph.graph import TrainingGraph
 from ortgraph.graph.edit import MODULE_KEY, PASS_KEY
+from ortgraph.passes.canonical.inline_functions import InlineFunctions
 
 TEXT = """<ir_version: 9, opset_import: ["" : 18, "local" : 1]>
 g (float[2] x, float[2] weight) => (float[2] y) { a = local.Scale(x, weight) y = local.Twice(a) }

@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 import pytest
+
 from ortgraph.passes.canonical.simplify_reshapes import SimplifyReshapes
 
 X = {"x": np.arange(24, dtype=np.float32).reshape(2, 3, 4)}

@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+
 from ortgraph.passes.canonical.simplify_transposes import SimplifyTransposes
 
 X = {"x": np.arange(24, dtype=np.float32).reshape(2, 3, 4)}

@@ -3,10 +3,10 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 import pytest
-from ortgraph.passes.canonical.sort_nodes import SortNodes
 
 from ortgraph.errors import PassError
 from ortgraph.graph import TrainingGraph
+from ortgraph.passes.canonical.sort_nodes import SortNodes
 
 X = {"x": np.ones(2, np.float32)}
 TEXT = "g (float[2] x) => (float[2] y) { a = Neg(x) b = Exp(a) c = Abs(x) y = Add(b, c) }"

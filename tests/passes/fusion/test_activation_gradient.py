@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from ortgraph.passes.fusion.activation_gradient import FuseActivationGradient
 
 SHAPES = {"x": (3, 4), "dy": (3, 4)}

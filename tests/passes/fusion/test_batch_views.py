@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from ortgraph.passes.fusion.batch_views import LiftBatchViews
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import onnx_ir as ir
 import pytest
-from ortgraph.passes.fusion.bias_gradient import FuseBiasGradient
 
 from ortgraph.errors import InputError
+from ortgraph.passes.fusion.bias_gradient import FuseBiasGradient
 
 PRODUCT, REDUCE = FuseBiasGradient(form="product"), FuseBiasGradient()
 

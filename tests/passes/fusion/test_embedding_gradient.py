@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 import pytest
+
 from ortgraph.passes.fusion.embedding_gradient import FuseEmbeddingGradient
 
 I64 = ir.DataType.INT64

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import onnx_ir as ir
 import pytest
+
 from ortgraph.passes.fusion.gelu import FuseGelu
 
 S, A = math.sqrt(2.0 / math.pi), 0.044715

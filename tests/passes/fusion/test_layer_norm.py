@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 import pytest
+
 from ortgraph.passes.fusion.layer_norm import FuseLayerNorm
 
 X, D = (2, 3, 8), (8,)

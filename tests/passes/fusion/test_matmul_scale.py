@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 import pytest
+
 from ortgraph.passes.fusion.matmul_scale import FuseMatmulScale
 
 MS = "com.microsoft.FusedMatMul"

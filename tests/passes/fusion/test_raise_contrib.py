@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 import pytest
+
 from ortgraph.passes.fusion.raise_contrib import RULES, RaiseContrib
 
 MS = "com.microsoft"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 import pytest
+
 from ortgraph.passes.fusion.softmax import FuseSoftmax
 
 X = (2, 3, 5)

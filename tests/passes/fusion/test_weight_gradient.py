@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 import pytest
+
 from ortgraph.passes.fusion.weight_gradient import FuseWeightGradient
 
 

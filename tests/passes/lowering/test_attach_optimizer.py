@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from ortgraph.passes.lowering.attach_optimizer import AttachOptimizer
 
 from ortgraph.errors import InputError, PassError
 from ortgraph.graph.verify import verify
 from ortgraph.manager.pipeline_text import parse_pipeline, pipeline_text
 from ortgraph.optim import AdamW, Group
+from ortgraph.passes.lowering.attach_optimizer import AttachOptimizer
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ortgraph.ops import kernels
-from ortgraph.passes.lowering.fuse_add_norm import FuseAddNorm
 
 import ortgraph
+from ortgraph.ops import kernels
+from ortgraph.passes.lowering.fuse_add_norm import FuseAddNorm
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="no compiled kernels")
 SHAPE, WIDTH = (2, 3, 20), 20

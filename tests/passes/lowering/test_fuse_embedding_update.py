@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 import pytest
-from ortgraph.ops import kernels
-from ortgraph.passes.lowering.fuse_embedding_update import FuseEmbeddingUpdate
 
 import ortgraph
+from ortgraph.ops import kernels
+from ortgraph.passes.lowering.fuse_embedding_update import FuseEmbeddingUpdate
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="no compiled kernels")
 I64 = ir.DataType.INT64

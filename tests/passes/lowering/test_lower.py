@@ -7,10 +7,10 @@ import json
 import numpy as np
 import onnx_ir as ir
 import pytest
-from ortgraph.ops import kernels
-from ortgraph.passes.lowering.lower import Lower
 
 from ortgraph.errors import InputError, UnsupportedError
+from ortgraph.ops import kernels
+from ortgraph.passes.lowering.lower import Lower
 
 PAIRS = [("Gelu", {}), ("Gelu", {"approximate": "tanh"}), ("Silu", {})]
 GRADS = [

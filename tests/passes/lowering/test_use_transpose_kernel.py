@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 import pytest
+
 from ortgraph.ops import kernels
 from ortgraph.passes.lowering.use_transpose_kernel import UseTransposeKernel
 

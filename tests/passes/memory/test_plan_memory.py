@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-from ortgraph.passes.lowering.attach_optimizer import AttachOptimizer
-from ortgraph.passes.memory.plan_memory import PlanMemory
 
 from ortgraph.graph import load
 from ortgraph.graph.text import text_hash
 from ortgraph.manager import registry
 from ortgraph.optim import AdamW
+from ortgraph.passes.lowering.attach_optimizer import AttachOptimizer
+from ortgraph.passes.memory.plan_memory import PlanMemory
 from ortgraph.runtime.session import TrainingSession
 
 
