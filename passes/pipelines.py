@@ -63,6 +63,7 @@ AFTER_LOWERING = ",".join(
         "fuse-add-norm",
         "fuse-attention-gradient",  # why after common subexpressions: it compares values by identity
         "fuse-masked-softmax",
+        "zero-empty-rows",  # why here: it knows the softmax kernels only
         "use-transpose-kernel",  # why last: the passes above know the standard operator only
         "eliminate-identity",
         "eliminate-dead-code",

@@ -26,6 +26,7 @@ TABLE: dict[str, str] = {
     "fuse-add-norm": "ortgraph.passes.lowering.fuse_add_norm:FuseAddNorm",
     "fuse-attention-gradient": "ortgraph.passes.lowering.fuse_attention_gradient:FuseAttentionGradient",
     "fuse-masked-softmax": "ortgraph.passes.lowering.fuse_masked_softmax:FuseMaskedSoftmax",
+    "zero-empty-rows": "ortgraph.passes.lowering.zero_empty_rows:ZeroEmptyRows",
     "fuse-embedding-update": "ortgraph.passes.lowering.fuse_embedding_update:FuseEmbeddingUpdate",
     "plan-memory": "ortgraph.passes.memory.plan_memory:PlanMemory",
     "eliminate-dead-code": "ortgraph.passes.canonical.eliminate_dead_code:EliminateDeadCode",
