@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import onnx_ir as ir
-from ortgraph.ops.builder import Builder
-from ortgraph.ops.shapes import attribute, given
-from ortgraph.ops.spec import CONTRIB
-from ortgraph.passes.fusion.operands import FLOAT32, FLOATS, permutation, producer_of, rank
 
 from ortgraph.graph import TrainingGraph
 from ortgraph.manager.base import Refusal
 from ortgraph.manager.rewrite import Match, RewritePass, op_key
+from ortgraph.ops.builder import Builder
+from ortgraph.ops.shapes import attribute, given
+from ortgraph.ops.spec import CONTRIB
+from ortgraph.passes.fusion.operands import FLOAT32, FLOATS, permutation, producer_of, rank
 
 _SIDES = ("A", "B")
 _PRODUCTS = frozenset({"MatMul", "Gemm", f"{CONTRIB}.FusedMatMul"})
@@ -43,7 +43,7 @@ class FuseMatmulTranspose(RewritePass):
     attention scores 8x4x128x64: Transpose + MatMul + Div 0.48 ms, FusedMatMul 0.35.
 
     Refuses when:
-        the permutation moves batch dimensions in another way;
+        the permutation moves batch dimensions in another way, or the operands' ranks differ;
         a rotated Transpose is a graph output or has readers other than products (the copy would be made twice);
         a transposed result is read elsewhere or has an addend;
         batch dimensions meet an element type other than float32 (FusedMatMul's only one);
@@ -161,12 +161,18 @@ def _side(node: ir.Node, index: int) -> _Side | str:
     assert isinstance(now, _Side)
     best: _Side | str = now
     while isinstance(now, _Side) and now.keep is None and producer_of(now.source, "Transpose") is not None:
-        now = _folded(now, index)
+        now = _folded(now, index, _batches(node))
         best = now if isinstance(now, _Side) or best.source is node.inputs[index] else best  # type: ignore[union-attr]
     return best
 
 
-def _folded(now: _Side, index: int) -> _Side | str:
+def _batches(node: ir.Node) -> bool:
+    """Whether the operands may be batch-transposed: FusedMatMul's flags want equal ranks of at least 3."""
+    left, right = (rank(v) for v in node.inputs[:2])
+    return left is not None and left == right and left >= 3
+
+
+def _folded(now: _Side, index: int, batches: bool) -> _Side | str:
     """One Transpose folded, or the reason why not."""
     transpose = producer_of(now.source, "Transpose")
     assert transpose is not None
@@ -180,10 +186,10 @@ def _folded(now: _Side, index: int) -> _Side | str:
         return dataclasses.replace(now, source=source, trans=not now.trans)
     if now.batch:
         return f"the {word} operand is batch-transposed already"
-    if n > 2 and perm == (*middle, 0, n - 1):
-        return _Side(source, now.trans, True)
-    if n > 2 and perm == (*middle, n - 1, 0):
-        return _Side(source, not now.trans, True)
+    if perm in ((*middle, 0, n - 1), (*middle, n - 1, 0)) and n > 2:
+        if not batches:
+            return f"the {word} operand is batch-transposed and the operands' ranks differ"
+        return _Side(source, now.trans != (perm[-1] == 0), True)
     if perm[-2] != n - 1:
         return f"permutation {list(perm)} of the {word} operand also moves batch dimensions"
     if not _only_products_read(transpose.outputs[0]):

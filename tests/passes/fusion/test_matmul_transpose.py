@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 import pytest
+
 from ortgraph.ops.builder import Builder
 from ortgraph.passes.fusion.matmul_transpose import FuseMatmulTranspose
 
@@ -88,6 +89,11 @@ DOUBLE = dict.fromkeys("xy", ir.DataType.DOUBLE)
     [
         ({"a": (2, 4, 6, 3), "b_shape": (2, 6, 3, 5), "perm_a": (0, 2, 1, 3)}, "also moves batch dimensions"),
         ({"a": (6, 2, 4, 3), "b_shape": (2, 6, 3, 5), "perm_a": (1, 0, 2, 3)}, "also moves batch dimensions"),
+        ({"a": (4, 2, 3), "b_shape": (3, 5), "perm_a": (1, 0, 2)}, "ranks differ"),
+        ({"a": (3, 2, 4), "b_shape": (3, 5), "perm_a": (1, 2, 0)}, "ranks differ"),
+        ({"a": (4, 3), "b_shape": (3, 2, 5), "perm_b": (1, 0, 2)}, "ranks differ"),
+        ({"a": (4, 3), "b_shape": (5, 2, 3), "perm_b": (1, 2, 0)}, "ranks differ"),
+        ({"a": (2, 4, 3), "b_shape": (3, 2, 6, 5), "perm_b": (1, 2, 0, 3)}, "ranks differ"),
         ({"a": (2, 3, 4), "b_shape": (2, 3, 5), "perm_a": (0, 2, 1), "dtypes": DOUBLE}, "float32 only"),
         ({"a": (3, 4), "b_shape": (3, 5), "perm_a": (1, 0), "dtypes": dict.fromkeys("xy", ir.DataType.INT32)}, "INT32"),
     ],
