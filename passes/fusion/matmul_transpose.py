@@ -46,6 +46,7 @@ class FuseMatmulTranspose(RewritePass):
         the permutation moves batch dimensions in another way, or the operands' ranks differ;
         a rotated Transpose is a graph output or has readers other than products (the copy would be made twice);
         a transposed result is read elsewhere or has an addend;
+        an operand is a vector (FusedMatMul of 1.19.2 and 1.32 then ignores transA and gives wrong numbers);
         batch dimensions meet an element type other than float32 (FusedMatMul's only one);
         a matrix product is neither float32 nor float64.
     """
@@ -72,6 +73,8 @@ class FuseMatmulTranspose(RewritePass):
     def check(self, match: Match, graph: TrainingGraph) -> str | None:
         node = _product(match)
         dtype = node.outputs[0].dtype
+        if any((rank(v) or 0) < 2 for v in node.inputs[:2]):
+            return "an operand is a vector: ONNX Runtime ignores transA beside a vector"
         if _is_matrix(match):
             return None if dtype in FLOATS else f"element type {dtype}: Gemm runs in float32 and float64"
         return None if dtype == FLOAT32 else f"element type {dtype}: FusedMatMul runs in float32 only"
