@@ -70,6 +70,9 @@ def raw_step(workload: str, attention: str, threads: int) -> Callable[[], None]:
     feeds.update({k: np.asarray(v, np.float32) for k, v in signature.scalars.items()})
     if signature.loss_gradient:
         feeds[signature.loss_gradient] = np.ones((), np.float32)
+    for value in graph.graph.inputs:
+        if value.name not in feeds:
+            feeds[value.name] = np.zeros(tuple(value.shape), value.dtype.numpy())
     held = {i.name: ort.OrtValue.ortvalue_from_numpy(feeds[i.name].copy()) for i in session.get_inputs()}
     for name, value in held.items():
         binding.bind_ortvalue_input(name, value)
