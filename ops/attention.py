@@ -14,6 +14,7 @@ from ortgraph.ops.shapes import (
     decimal,
     element_count,
     given,
+    operands,
     rank_of,
     retyped,
     shape_of,
@@ -77,7 +78,7 @@ def _scale(node: ir.Node, q: ir.Value) -> float:
 
 
 def _expand_attention(b: Builder, node: ir.Node) -> list[ir.Value | None]:
-    q, k, v = node.inputs[:3]
+    q, k, v = operands(node, 3)
     parts = _probabilities(b, node, q, k, given(node, 3))
     y, total = None, None
     if wanted(node, 0):
@@ -89,7 +90,7 @@ def _expand_attention(b: Builder, node: ir.Node) -> list[ir.Value | None]:
 
 
 def _expand_attention_grad(b: Builder, node: ir.Node) -> list[ir.Value | None]:
-    dy, q, k, v, y = node.inputs[:5]
+    dy, q, k, v, y = operands(node, 5)
     parts = _probabilities(b, node, q, k, given(node, 6))
     rank = rank_of(node, q, "Q")
     if parts.seeing is not None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ortgraph.graph.edit import Names, stamp
+from ortgraph.graph.edit import Names, add_constant, stamp
 from ortgraph.ops.infer import infer_node
 
 
@@ -71,11 +71,7 @@ class Builder:
         array = np.asarray(value, dtype=dtype)
         key = (array.dtype.str, array.shape, array.tobytes()) if array.size <= 64 else (id(array),)
         if key not in self._constants:
-            fresh = self.names.fresh(name)
-            tensor = ir.tensor(array, name=fresh)
-            made = ir.Value(name=fresh, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
-            self.graph.register_initializer(made)
-            self._constants[key] = made
+            self._constants[key] = add_constant(self.graph, ir.tensor(array), self.names.fresh(name))
         return self._constants[key]
 
     @property

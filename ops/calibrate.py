@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import onnx_ir as ir
 
+from ortgraph.graph.edit import static_shape
 from ortgraph.ops import kernels
 from ortgraph.ops.alternatives import Alternative, alternatives, elements, variant
 from ortgraph.ops.builder import Builder
@@ -190,7 +191,7 @@ def _graph(case: Case, size: int, alternative: Alternative | None) -> tuple[ir.G
             inputs.append(ir.val(f"c{i}", const_value=tensor, dtype=ir.DataType.INT64, shape=list(shape)))
             continue
         if i in case.integers:
-            array = rng.integers(1, case.integers[i], shape).astype(np.int64)
+            array: np.ndarray = rng.integers(1, case.integers[i], shape).astype(np.int64)
         elif i in case.booleans:
             array = rng.random(shape) > 0.1
         else:
@@ -227,9 +228,10 @@ def _traffic(graph: ir.Graph, original: ir.Node) -> tuple[int, int]:
 
 
 def _bytes(value: ir.Value) -> int:
-    if value.dtype is None or value.shape is None or not value.shape.is_static():
+    shape = static_shape(value)
+    if value.dtype is None or shape is None:
         return 0
-    return math.prod(int(d) for d in value.shape) * value.dtype.itemsize  # type: ignore[arg-type]
+    return math.ceil(math.prod(shape) * value.dtype.itemsize)
 
 
 def _time(graph: ir.Graph, feeds: dict[str, np.ndarray], threads: int) -> float:

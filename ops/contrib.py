@@ -24,6 +24,7 @@ from ortgraph.ops.shapes import (
     elements_flops,
     given,
     like,
+    operands,
     operator,
     retyped,
     shape_of,
@@ -181,7 +182,7 @@ def _bias_gelu(tanh: bool):
 
 def _fused_matmul(b: Builder, node: ir.Node) -> list[ir.Value]:
     sides = []
-    for value, side in zip(node.inputs, "AB", strict=True):
+    for value, side in zip(operands(node, 2), "AB", strict=True):
         if attribute(node, f"transBatch{side}", 0):
             raise UnsupportedError(
                 f"{operator(node)} {node.name!r}: transBatch{side} is not expanded", "use a runtime with the kernel"

@@ -21,6 +21,8 @@ from ortgraph.ops.shapes import (
     indicator,
     ints_of,
     normalized_axis,
+    operand,
+    operands,
     operator,
     rank_of,
     wanted,
@@ -74,7 +76,7 @@ def quick_gelu_grad(b: Builder, node: ir.Node) -> Values:
 
 
 def leaky_relu_grad(b: Builder, node: ir.Node) -> Values:
-    dy, y = node.inputs[:2]
+    dy, y = operands(node, 2)
     alpha = decimal(node, "alpha", 0.01)
     positive = indicator(b, b.op("Greater", y, b.scalar(0.0, y)), dy.dtype)
     slope = b.op("Add", b.op("Mul", positive, b.scalar(1.0 - alpha, dy)), b.scalar(alpha, dy))
@@ -111,7 +113,7 @@ def shape_elements(value: ir.Value | None) -> list[int] | None:
 
 def gather_grad(b: Builder, node: ir.Node) -> Values:
     """Rows of dY added at their index: sequential ScatterElements, right at any thread count."""
-    source, indices, dy = node.inputs[:3]
+    source, indices, dy = operands(node, 3)
     shape = _known_shape(node, source)
     axis = normalized_axis(attribute(node, "axis", 0), len(shape))
     outer, inner = shape[:axis], shape[axis + 1 :]
@@ -123,7 +125,7 @@ def gather_grad(b: Builder, node: ir.Node) -> Values:
 
 
 def gather_elements_grad(b: Builder, node: ir.Node) -> Values:
-    dy, source, indices = node.inputs[:3]
+    dy, source, indices = operands(node, 3)
     start = zeros(b, _known_shape(node, source), dy.dtype)  # type: ignore[arg-type]
     return [b.op("ScatterElements", start, indices, dy, axis=attribute(node, "axis", 0), reduction="add")]
 
@@ -187,7 +189,7 @@ def cross_entropy_grad(b: Builder, node: ir.Node) -> Values:
 
 
 def dropout_grad(b: Builder, node: ir.Node) -> Values:
-    dy, mask = node.inputs[:2]
+    dy, mask = operands(node, 2)
     ratio, training = given(node, 2), given(node, 3)
     if training is not None:
         flag = ints_of(training)
@@ -223,8 +225,7 @@ def batch_norm_internal(b: Builder, node: ir.Node) -> Values:
 
 
 def batch_norm_grad(b: Builder, node: ir.Node) -> Values:
-    dy, x, scale, mean, inv_std = node.inputs[:5]
-    return normalization.batch_norm_grad(b, node, dy, x, scale, mean, inv_std)
+    return normalization.batch_norm_grad(b, node, *operands(node, 5))
 
 
 def _reduced_to(b: Builder, node: ir.Node, value: ir.Value, target: ir.Value) -> ir.Value:
@@ -242,7 +243,7 @@ def _reduced_to(b: Builder, node: ir.Node, value: ir.Value, target: ir.Value) ->
 
 
 def div_grad(b: Builder, node: ir.Node) -> Values:
-    dy, x, y = node.inputs[:3]
+    dy, x, y = operands(node, 3)
     results: Values = [None, None]
     part = b.op("Div", dy, y)
     if wanted(node, 0):
@@ -254,14 +255,14 @@ def div_grad(b: Builder, node: ir.Node) -> Values:
 
 
 def scale(b: Builder, node: ir.Node) -> Values:
-    value, factor = node.inputs[:2]
+    value, factor = operands(node, 2)
     factor = factor if factor.dtype == value.dtype else b.op("Cast", factor, to=value.dtype)
     return [b.op("Div" if attribute(node, "scale_down", 0) else "Mul", value, factor)]
 
 
 def slice_grad(b: Builder, node: ir.Node) -> Values:
     """dY put back at its place in zeros: a margin where the step is 1, else a scatter along the axis."""
-    dy = node.inputs[0]
+    dy = operand(node, 0)
     shape = _known_shape(node, given(node, 1))
     starts, ends = ints_of(given(node, 2)), ints_of(given(node, 3))
     axes = ints_of(given(node, 4)) if given(node, 4) is not None else list(range(len(starts or ())))

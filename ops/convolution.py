@@ -19,6 +19,8 @@ from ortgraph.ops.shapes import (
     elements_flops,
     given,
     like,
+    operand,
+    operands,
     rank_of,
     retyped,
     shape_of,
@@ -106,7 +108,7 @@ def _weight_gradient(b: Builder, node: ir.Node, dy: ir.Value, x: ir.Value, weigh
 
 def conv_grad(b: Builder, node: ir.Node) -> list[ir.Value | None]:
     """Expansion of ConvGrad(dY, X, W): only the outputs that are read are made."""
-    dy, x, weight = node.inputs[:3]
+    dy, x, weight = operands(node, 3)
     results: list[ir.Value | None] = [None, None, None]
     if wanted(node, 0):
         kernel = _spatial(node, weight, "W")
@@ -132,7 +134,8 @@ def max_pool_grad(b: Builder, dy: ir.Value, indices: ir.Value, shape: Sequence[i
 
 
 def _expand_max_pool_grad(b: Builder, node: ir.Node) -> list[ir.Value]:
-    return [max_pool_grad(b, node.inputs[0], node.inputs[1], bound_shape(node, given(node, 2), "X"))]
+    dy, indices = operands(node, 2)
+    return [max_pool_grad(b, dy, indices, bound_shape(node, given(node, 2), "X"))]
 
 
 def _divisors(
@@ -170,7 +173,7 @@ def average_pool_grad(b: Builder, node: ir.Node, dy: ir.Value, shape: Sequence[i
 
 
 def _expand_average_pool_grad(b: Builder, node: ir.Node) -> list[ir.Value]:
-    return [average_pool_grad(b, node, node.inputs[0], bound_shape(node, given(node, 1), "X"))]
+    return [average_pool_grad(b, node, operand(node, 0), bound_shape(node, given(node, 1), "X"))]
 
 
 def conv_grad_types(node: ir.Node) -> Types:

@@ -5,7 +5,16 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from ortgraph.ops.builder import Builder
-from ortgraph.ops.shapes import Types, attribute, elements_flops, retyped, shape_of, static_dim, zeros
+from ortgraph.ops.shapes import (
+    Types,
+    attribute,
+    elements_flops,
+    operands,
+    retyped,
+    shape_of,
+    static_dim,
+    zeros,
+)
 from ortgraph.ops.spec import COMPOSITE, OpSpec, register
 
 
@@ -27,7 +36,7 @@ def embedding_grad(b: Builder, dy: ir.Value, indices: ir.Value, rows: int, width
 
 
 def _expand_embedding_grad(b: Builder, node: ir.Node) -> list[ir.Value]:
-    dy, indices = node.inputs
+    dy, indices = operands(node, 2)
     width = static_dim(node, dy, -1, "dY")
     return [embedding_grad(b, dy, indices, attribute(node, "rows"), width, attribute(node, "padding_idx", -1))]
 

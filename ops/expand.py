@@ -83,7 +83,7 @@ def _opset(graph: ir.Graph) -> int:
 
 
 def _take_type(new: ir.Value, old: ir.Value) -> None:
-    if new.dtype is None:
+    if new.dtype is None and old.dtype is not None:
         new.dtype = old.dtype
     known = new.shape is not None and all(isinstance(d, int) or d.value is not None for d in new.shape)
     if not known and old.shape is not None and new.producer() is not None:

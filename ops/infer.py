@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import onnx
 import onnx_ir as ir
 from onnx import shape_inference
 
-from ortgraph.ops.spec import spec_of
+from ortgraph.ops.spec import Shape, Typed, spec_of
 
 logger = logging.getLogger(__name__)
 _MAX_DATA = 1024  # elements of a constant that inference may look at (shapes, axes)
@@ -30,7 +31,7 @@ def infer_node(node: ir.Node, opset_imports: dict[str, int]) -> bool:
     return all(o.dtype is not None and o.shape is not None for o in node.outputs if o.name or o.uses())
 
 
-def _standard(node: ir.Node, opset_imports: dict[str, int]):
+def _standard(node: ir.Node, opset_imports: dict[str, int]) -> Sequence[Typed | None]:
     version = opset_imports.get("", 18)
     inputs, data = {}, {}
     proto = onnx.NodeProto(op_type=node.op_type)
@@ -57,14 +58,14 @@ def _standard(node: ir.Node, opset_imports: dict[str, int]):
     except (onnx.onnx_cpp2py_export.shape_inference.InferenceError, onnx.defs.SchemaError, ValueError) as error:
         logger.debug("no inferred type for %s (%s): %s", node.name, node.op_type, error)
         return []
-    result = []
+    result: list[Typed | None] = []
     for name in proto.output:
         type_proto = found.get(name)
         if type_proto is None or not type_proto.HasField("tensor_type"):
             result.append(None)
             continue
         tensor = type_proto.tensor_type
-        shape = None
+        shape: Shape | None = None
         if tensor.HasField("shape"):
             shape = tuple(
                 d.dim_value if d.HasField("dim_value") else ir.SymbolicDim(d.dim_param or None)

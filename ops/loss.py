@@ -11,6 +11,8 @@ from ortgraph.ops.shapes import (
     element_count,
     elements_flops,
     given,
+    operand,
+    operands,
     retyped,
     shape_of,
     typed,
@@ -137,14 +139,15 @@ def cross_entropy_grad(
 
 
 def _expand_nll(b: Builder, node: ir.Node) -> list[ir.Value]:
-    return list(nll_loss(b, node.inputs[0], node.inputs[1], given(node, 2), *_options(node)))
+    log_prob, target = operands(node, 2)
+    return list(nll_loss(b, log_prob, target, given(node, 2), *_options(node)))
 
 
 def _expand_cross_entropy(b: Builder, node: ir.Node) -> list[ir.Value | None]:
     log_prob = b.op("LogSoftmax", node.inputs[0], axis=1)
     if not (wanted(node, 0) or wanted(node, 2)):
         return [None, log_prob, None]
-    loss, total = nll_loss(b, log_prob, node.inputs[1], given(node, 2), *_options(node))
+    loss, total = nll_loss(b, log_prob, operand(node, 1), given(node, 2), *_options(node))
     return [loss, log_prob, total]
 
 

@@ -14,6 +14,8 @@ from ortgraph.ops.shapes import (
     given,
     like,
     normalized_axis,
+    operand,
+    operands,
     rank_of,
     retyped,
     shape_of,
@@ -72,8 +74,9 @@ def _sum_leading(b: Builder, value: ir.Value, count: int) -> ir.Value:
 
 
 def _expand_layer_norm_grad(b: Builder, node: ir.Node) -> list[ir.Value | None]:
-    dy, x, mean, inv_std = node.inputs[:4]
-    return layer_norm_grad(b, node, dy, x, mean, inv_std, given(node, 4), attribute(node, "axis", -1))
+    dy, x = operands(node, 2)
+    mean, inv_std, scale = given(node, 2), operand(node, 3), given(node, 4)
+    return layer_norm_grad(b, node, dy, x, mean, inv_std, scale, attribute(node, "axis", -1))
 
 
 def _batch_norm_types(node: ir.Node) -> Types:
@@ -90,7 +93,7 @@ def batch_norm(b: Builder, node: ir.Node, epsilon: float, momentum: float, unbia
 
     Returns Y, NewMean, NewVar, SavedMean, SavedInvStd; new = (1 - momentum) old + momentum batch.
     """
-    x, scale, bias, running_mean, running_var = node.inputs[:5]
+    x, scale, bias, running_mean, running_var = operands(node, 5)
     rank = rank_of(node, x, "X")
     axes, column = b.ints(_channel_axes(rank)), b.ints([-1] + [1] * (rank - 2))
     mean = b.op("ReduceMean", x, axes, keepdims=1)
@@ -158,8 +161,7 @@ def _expand_batch_norm(b: Builder, node: ir.Node) -> list[ir.Value | None]:
 
 
 def _expand_batch_norm_grad(b: Builder, node: ir.Node) -> list[ir.Value | None]:
-    dy, x, scale, mean, inv_std = node.inputs[:5]
-    return batch_norm_grad(b, node, dy, x, scale, mean, inv_std)
+    return batch_norm_grad(b, node, *operands(node, 5))
 
 
 register(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from ortgraph.ops.builder import Builder
-from ortgraph.ops.shapes import Types, decimal, element_count, given, typed
+from ortgraph.ops.shapes import Types, decimal, element_count, given, operands, typed
 from ortgraph.ops.spec import COMPOSITE, OpSpec, register
 
 
@@ -14,7 +14,7 @@ def _adamw_types(node: ir.Node) -> Types:
 
 
 def _expand_adamw(b: Builder, node: ir.Node) -> list[ir.Value]:
-    rate, step, w, g, m, v = node.inputs[:6]
+    rate, step, w, g, m, v = operands(node, 6)
     beta1, beta2 = decimal(node, "beta1", 0.9), decimal(node, "beta2", 0.999)
     epsilon, decay = decimal(node, "epsilon", 1e-8), decimal(node, "weight_decay", 0.01)
     scale = given(node, 6)

@@ -41,6 +41,7 @@ from ortgraph.ops.shapes import (
     given,
     indicator,
     like,
+    operands,
     typed,
     wanted,
 )
@@ -150,7 +151,8 @@ def _shaped(b: Builder, drawn: ir.Value, shape: Shape) -> ir.Value:
 
 def _expand_uniform(b: Builder, node: ir.Node) -> list[ir.Value]:
     shape = tuple(attribute(node, "shape"))
-    words = build_words(b, node.inputs[0], node.inputs[1], attribute(node, "node"), math.prod(shape))
+    key, step = operands(node, 2)
+    words = build_words(b, key, step, attribute(node, "node"), math.prod(shape))
     # Clear the bits that float32 cannot hold: rounding could give exactly 1.
     top = b.op("Cast", b.op("BitwiseAnd", words, b.const(-256, np.int32)), to=ir.DataType.FLOAT)
     uniform = b.op("Add", b.op("Mul", top, b.const(2.0**-32, np.float32)), b.const(0.5, np.float32))
@@ -176,14 +178,15 @@ def scale_kept(b: Builder, value: ir.Value, mask: ir.Value, ratio: float) -> ir.
 
 
 def _expand_dropout(b: Builder, node: ir.Node) -> list[ir.Value | None]:
-    x, key, step = node.inputs[:3]
+    x, key, step = operands(node, 3)
     ratio = decimal(node, "ratio", 0.5)
     mask = keep_mask(b, key, step, attribute(node, "node"), bound_shape(node, x, "X"), ratio)
     return [scale_kept(b, x, mask, ratio) if wanted(node, 0) else None, mask]
 
 
 def _expand_dropout_grad(b: Builder, node: ir.Node) -> list[ir.Value]:
-    return [scale_kept(b, node.inputs[0], node.inputs[1], decimal(node, "ratio", 0.5))]
+    dy, mask = operands(node, 2)
+    return [scale_kept(b, dy, mask, decimal(node, "ratio", 0.5))]
 
 
 def _dropout_types(node: ir.Node) -> Types:

@@ -265,7 +265,7 @@ def _matmul(node: ir.Node, rows: Rows) -> Needs | None:
 
 def _gemm(node: ir.Node, rows: Rows) -> Needs | None:
     found = rows.axis(_shape(node.outputs[0]))
-    if found is None or found[0] != 0 or node.attributes.get_int("transA", 0):
+    if found is None or found[0] != 0 or node.attributes.get_int("transA", 0) != 0:
         return None
     wanted = {0: rows}
     if len(node.inputs) > 2 and node.inputs[2] is not None and _shape(node.inputs[2]) == _shape(node.outputs[0]):
@@ -295,7 +295,7 @@ def _attention(node: ir.Node, rows: Rows) -> Needs | None:
     gradient = node.op_type == "AttentionGrad"
     query, mask = (1, 6) if gradient else (0, 3)
     shape = _shape(node.inputs[query])
-    if rows.axis(shape) != (2, True) or node.attributes.get_int("is_causal", 0):
+    if rows.axis(shape) != (2, True) or node.attributes.get_int("is_causal", 0) != 0:
         return None
     wanted = {i: rows for i in ((0, 1, 4, 5) if gradient else (0,))}
     value = node.inputs[mask] if len(node.inputs) > mask else None

@@ -38,6 +38,21 @@ def given(node: ir.Node, index: int) -> ir.Value | None:
     return node.inputs[index] if index < len(node.inputs) else None
 
 
+def operand(node: ir.Node, index: int) -> ir.Value:
+    """Input ``index``, which the operator's definition requires; raises UnsupportedError when it is left out."""
+    value = given(node, index)
+    if value is None:
+        raise UnsupportedError(
+            f"{operator(node)} {node.name!r}: its required input {index} is left out", "check what made the node"
+        )
+    return value
+
+
+def operands(node: ir.Node, count: int) -> list[ir.Value]:
+    """The first ``count`` inputs, all required."""
+    return [operand(node, i) for i in range(count)]
+
+
 def wanted(node: ir.Node, index: int) -> bool:
     """Whether output ``index`` exists and anybody reads it."""
     return index < len(node.outputs) and is_used(node.outputs[index])
@@ -167,7 +182,8 @@ def broadcast_rule(dtype: ir.DataType | None = None, source: int = 0) -> InferRu
     """Rule: one output, the broadcast of all inputs; its dtype is ``dtype`` or that of input ``source``."""
 
     def rule(node: ir.Node) -> Types:
-        made = dtype or (node.inputs[source].dtype if node.inputs[source] is not None else None)
+        like = node.inputs[source]
+        made = dtype or (None if like is None else like.dtype)
         shape = broadcast(*(shape_of(v) for v in node.inputs if v is not None))
         return [None if made is None else (made, shape)]  # type: ignore[list-item]
 

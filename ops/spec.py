@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ortgraph.ops.builder import Builder
 
 Shape = tuple[Any, ...]  # ints and ir.SymbolicDim
-Typed = tuple[ir.DataType, Shape]
+Typed = tuple[ir.DataType, Shape | None]  # the shape is None when unknown
 # Types of all outputs from the node (its inputs carry dtype and shape). None for an absent output.
 InferRule = Callable[[ir.Node], Sequence["Typed | None"]]
 # The reference expansion: builds the outputs from standard operators. It is the operator's specification.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import onnx_ir as ir
 
@@ -106,8 +107,8 @@ _TARGET = frozenset({"Target"})
 _BOTH = ((0, 0), (1, 0))
 
 
-def _composite(name: str, *args, **kwargs) -> KernelEntry:
-    return KernelEntry(name, *args, implements=(COMPOSITE, name), **kwargs)
+def _composite(name: str, *args: Any, **kwargs: Any) -> KernelEntry:
+    return dataclasses.replace(KernelEntry(name, *args, **kwargs), implements=(COMPOSITE, name))
 
 
 def _gradient(name: str, saved: str, doc: str) -> KernelEntry:

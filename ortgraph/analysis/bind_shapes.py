@@ -12,7 +12,7 @@ from ortgraph.ops.infer import infer_node
 
 def is_dynamic(graph: TrainingGraph) -> bool:
     """Whether any graph input or node output has a dimension that is not a number."""
-    values = [*graph.graph.inputs, *(o for node in graph.graph for o in node.outputs)]
+    values = [*graph.graph.inputs, *(o for node in graph.graph for o in node.outputs if o.name)]
     return any(v.shape is None or not v.shape.is_static() for v in values)
 
 
@@ -59,9 +59,9 @@ def infer_unknown(graph: TrainingGraph) -> int:
     """Infer, in node order, outputs whose dtype or shape is not known in full. Returns how many changed."""
     changed = 0
     for node in graph.graph:
-        before = [o.shape for o in node.outputs]
+        before = [o.shape for o in node.outputs if o.name]
         if all(s is not None and s.is_static() for s in before):
             continue
         infer_node(node, graph.graph.opset_imports)
-        changed += [o.shape for o in node.outputs] != before
+        changed += [o.shape for o in node.outputs if o.name] != before
     return changed

@@ -88,6 +88,8 @@ class Liveness:
     def _add_outputs(self, node: ir.Node) -> None:
         aliases = {o: i for i, o in spec_of(node).alias}
         for o, value in enumerate(node.outputs):
+            if not value.name:
+                continue  # an optional output that is absent
             i = aliases.get(o)
             source = node.inputs[i] if i is not None and i < len(node.inputs) else None
             if source is not None and self._shares(source, value):

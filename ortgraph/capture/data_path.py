@@ -155,7 +155,7 @@ def _reason(node: ir.Node) -> str | None:
         operator = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
         return f"the operator {operator} has no gradient"
     if node.op_type == "AveragePool" and (
-        node.attributes.get_int("ceil_mode", 0) or any(d != 1 for d in node.attributes.get_ints("dilations", []))
+        node.attributes.get_int("ceil_mode", 0) != 0 or any(d != 1 for d in node.attributes.get_ints("dilations", []))
     ):
         return "AveragePool with ceil_mode or dilations has no gradient"
     if node.op_type in ("ScatterElements", "ScatterND") and node.attributes.get_string("reduction", "none") != "none":

@@ -131,7 +131,7 @@ def _parameters_to_inputs(graph: ir.Graph, roles: Roles) -> dict[str, np.ndarray
             continue
         assert value.const_value is not None
         values[name] = np.array(value.const_value.numpy())
-        value.type, value.shape = ir.TensorType(value.const_value.dtype), ir.Shape(value.const_value.shape)
+        value.type, value.shape = ir.TensorType(value.const_value.dtype), ir.Shape(value.const_value.shape.numpy())
         del graph.initializers[name]
         value.const_value = None
         graph.inputs.append(value)

@@ -62,10 +62,10 @@ def _condition(node: ir.Node) -> bool | None:
 
 def _inline_branch(graph: ir.Graph, node: ir.Node, branch: str, names: Names) -> None:
     body = node.attributes[branch].as_graph()
-    for value in list(body.initializers.values()):
-        del body.initializers[value.name]
-        if value.name in graph.initializers:
-            value.name = names.fresh(str(value.name))
+    for name, value in list(body.initializers.items()):
+        del body.initializers[name]
+        if name in graph.initializers:
+            value.name = names.fresh(name)
         graph.register_initializer(value)
     inner = list(body)
     results = list(body.outputs)
@@ -129,10 +129,11 @@ def evaluate_node(node: ir.Node, inputs: Sequence[np.ndarray | None]) -> list[np
     graph = onnx.helper.make_graph([proto], "constant", [], results, constants)
     opsets = [onnx.helper.make_opsetid("", version)]
     try:
-        return ReferenceEvaluator(onnx.helper.make_model(graph, opset_imports=opsets)).run(None, {})
+        made = ReferenceEvaluator(onnx.helper.make_model(graph, opset_imports=opsets)).run(None, {})
     except (NotImplementedError, RuntimeError, ValueError, TypeError) as error:
         logger.debug("constant %s is not evaluated: %s", node.name, error)
         return []
+    return list(made)
 
 
 def refuse_control_flow(path: list[ir.Node]) -> None:

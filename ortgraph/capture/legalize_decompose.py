@@ -121,8 +121,9 @@ def _same_shape(a: ir.Value, b: ir.Value) -> bool:
 
 def _is_constant(value: ir.Value) -> bool:
     """Whether it holds a constant that is no weight: rank 0 or made by a Constant node."""
-    if value.producer() is not None:
-        return value.producer().op_type == "Constant"  # type: ignore[union-attr]
+    producer = value.producer()
+    if producer is not None:
+        return producer.op_type == "Constant"
     return value.is_initializer() and value.shape is not None and len(value.shape) == 0
 
 
@@ -138,8 +139,9 @@ def _slice(b: Builder, node: ir.Node) -> list[ir.Value] | None:
     if x is None or x.shape is None or starts is None or ends is None or steps is None:
         raise refuse(node, "a step that is negative or computed needs constant bounds")
     places = range(len(starts)) if axes is None else [int(a) % len(x.shape) for a in axes]
+    shape = x.shape
     for axis, start, end, step in zip(places, starts.tolist(), ends.tolist(), steps.tolist(), strict=True):
-        length = x.shape[axis]
+        length = shape[axis]
         if not isinstance(length, int):
             raise refuse(node, f"the length of axis {axis} is not known")
         stop = None if step < 0 and end < -length else end
@@ -313,7 +315,7 @@ def _pow(b: Builder, node: ir.Node) -> list[ir.Value] | None:
     x, exponent = node.inputs
     assert x is not None and exponent is not None
     tensor = ir.convenience.get_const_tensor(exponent) or exponent.const_value
-    if tensor is None or tensor.size != 1 or math.prod(tensor.shape) != 1 or len(tensor.shape) > rank(node):
+    if tensor is None or tensor.size != 1 or math.prod(tensor.shape.numpy()) != 1 or len(tensor.shape) > rank(node):
         return None
     power = float(tensor.numpy().reshape(()))
     if power == 2.0:

@@ -226,7 +226,8 @@ def _interpolation(node: ir.Node, axis: int, before: int, after: int) -> np.ndar
         scale = given[list(axes).index(axis)] if axes else given[axis]
         inputs, feeds = ["x", "", "scales"], {"x": feeds["x"], "scales": np.array([1.0, scale], np.float32)}
     call = onnx.helper.make_node("Resize", inputs, ["y"], **attributes)
-    return ReferenceEvaluator(call, opsets={"": 19}).run(None, feeds)[0]
+    (matrix,) = ReferenceEvaluator(call, opsets={"": 19}).run(None, feeds)
+    return np.asarray(matrix)
 
 
 def _conv_transpose(b: Builder, node: ir.Node) -> list[ir.Value]:

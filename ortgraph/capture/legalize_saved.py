@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -199,7 +200,9 @@ def finish_dropouts(
     return states, finish
 
 
-def replace_in_place(node: ir.Node, op_type: str, inputs: list[ir.Value | None], attributes: dict[str, object]) -> None:
+def replace_in_place(
+    node: ir.Node, op_type: str, inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]
+) -> None:
     """A composite in the place of ``node``, with the same outputs."""
     for i in range(len(node.inputs)):
         node.replace_input_with(i, None)
@@ -208,7 +211,7 @@ def replace_in_place(node: ir.Node, op_type: str, inputs: list[ir.Value | None],
         node.replace_input_with(i, value)
     node.domain, node.op_type = COMPOSITE, op_type
     node.attributes.clear()
-    for name, value in attributes.items():
-        node.attributes[name] = ir.convenience.convert_attribute(name, value)
+    for name, attribute in attributes.items():
+        node.attributes[name] = ir.convenience.convert_attribute(name, attribute)
     assert isinstance(node.graph, ir.Graph)
     node.graph.opset_imports.setdefault(COMPOSITE, 1)

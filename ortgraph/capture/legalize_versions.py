@@ -127,7 +127,7 @@ def _expand_newer(model: ir.Model, own: int, target: int) -> None:
         kept = [name for name in body.output if name in made]
         del body.output[:]
         body.output.extend(kept)
-        function = ir.from_proto(body)
+        function = ir.serde.deserialize_function(body)
         model.functions[function.identifier()] = function
         node.domain, node.op_type = _EXPANDED, body.name
     model.graph.opset_imports[_EXPANDED] = 1
@@ -161,7 +161,7 @@ def _function_body(node: ir.Node, opset: int) -> onnx.FunctionProto | None:
     schema = onnx.defs.get_schema(node.op_type, opset, "")
     for name, attribute in schema.attributes.items():
         if name not in node.attributes and attribute.default_value.type != onnx.AttributeProto.UNDEFINED:
-            node.attributes[name] = ir.from_proto(attribute.default_value)
+            node.attributes[name] = ir.serde.deserialize_attribute(attribute.default_value)
     body = onnx.FunctionProto()
     if schema.has_context_dependent_function:
         types = [_type_bytes(v) for v in node.inputs]

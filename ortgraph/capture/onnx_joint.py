@@ -15,7 +15,7 @@ from ortgraph.capture.differentiate import differentiate
 from ortgraph.capture.onnx_read import lift_weights
 from ortgraph.errors import UnsupportedError
 from ortgraph.graph import Names, stamp
-from ortgraph.graph.edit import PHASE_KEY
+from ortgraph.graph.edit import PHASE_KEY, add_constant
 
 BY = "differentiate"
 _VALUE = re.compile(r"^v(\d+)$")
@@ -174,12 +174,7 @@ def _constant_array(tensor: onnx.TensorProto) -> np.ndarray:
 
 
 def _constant(graph: ir.Graph, array: np.ndarray, names: Names) -> ir.Value:
-    tensor = ir.tensor(array, name=names.fresh("constant"))
-    value = ir.Value(
-        name=tensor.name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape), const_value=tensor
-    )
-    graph.register_initializer(value)
-    return value
+    return add_constant(graph, ir.tensor(array), names.fresh("constant"))
 
 
 def _new_value(name: str, types: dict[str, onnx.ValueInfoProto], values: list[ir.Value], names: Names) -> ir.Value:

@@ -105,7 +105,7 @@ def lift_weights(graph: ir.Graph, also: Collection[str] = ()) -> dict[str, ir.Te
         lifted[name] = tensor
         del graph.initializers[name]
         value.const_value = None
-        value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape)
+        value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape.numpy())
         graph.inputs.append(value)
     return lifted
 

@@ -88,7 +88,8 @@ def assign_roles(graph: ir.Graph, trainable: Sequence[str] | None, candidates: C
         InputError: A name or pattern fits no weight.
     """
     buffers = _statistics(graph)
-    weights, scalars = [], []
+    weights: list[str] = []
+    scalars: list[str] = []
     for name, value in graph.initializers.items():
         if (
             value.dtype is None

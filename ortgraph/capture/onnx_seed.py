@@ -6,6 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortgraph.graph import stamp
+from ortgraph.graph.edit import add_constant
 
 
 def seed_input(graph: ir.Graph, seed: ir.Value) -> str:
@@ -21,9 +22,7 @@ def seed_input(graph: ir.Graph, seed: ir.Value) -> str:
     seed.name = None
     graph.inputs.append(scalar)
     assert seed.shape is not None and seed.dtype is not None
-    axes = ir.tensor(np.arange(len(seed.shape)), name=f"{scalar.name}.axes")
-    constant = ir.Value(name=axes.name, type=ir.TensorType(axes.dtype), shape=ir.Shape(axes.shape), const_value=axes)
-    graph.register_initializer(constant)
+    constant = add_constant(graph, ir.tensor(np.arange(len(seed.shape))), f"{scalar.name}.axes")
     cast = ir.node("Cast", [scalar], {"to": seed.dtype}, name=f"{scalar.name}.cast")
     shaped = ir.node("Unsqueeze", [cast.outputs[0], constant], name=f"{scalar.name}.shape")
     for node in (cast, shaped):

@@ -8,12 +8,15 @@ is that expression. What follows neither stays unknown.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
 
 from ortgraph.capture.legalize_control import CONTROL_FLOW, evaluate_node, shape_value
+from ortgraph.graph.edit import static_shape
+from ortgraph.ops.contrib_grad import reduced_axes
 from ortgraph.ops.infer import infer_node
 
 _SIZES = ((7, 11, 13, 17, 19, 23, 29, 31), (13, 17, 23, 29, 31, 37, 41, 43), (16, 14, 10, 12, 15, 18, 20, 22))
@@ -30,11 +33,13 @@ def record_symbolic_shapes(model: ir.Model) -> None:
     shapes = [_sizes(model, sizes) for sizes in assignments]
     values = [o for node in graph for o in node.outputs]
     for i, value in enumerate(values):
-        found = [s[i] for s in shapes]
-        if any(f is None for f in found) or len({len(f) for f in found if f is not None}) != 1:
+        found = [known for s in shapes if (known := s[i]) is not None]
+        if len(found) < len(shapes) or len(set(map(len, found))) != 1:
             continue
         old = value.shape
-        dims = [_expression([f[axis] for f in found], assignments) for axis in range(len(found[0]))]  # type: ignore[index, arg-type]
+        dims: list[int | str | ir.SymbolicDim | None] = [
+            _expression(sizes, assignments) for sizes in zip(*found, strict=True)
+        ]
         if old is not None and len(old) == len(dims):
             dims = [o if _known(o) else d for o, d in zip(old, dims, strict=True)]
         value.shape = ir.Shape(dims)
@@ -70,9 +75,7 @@ def _sizes(model: ir.Model, assignment: dict[str, int]) -> list[tuple[int, ...] 
         if any(o.shape is None or not o.shape.is_static() for o in node.outputs):
             infer_node(node, graph.opset_imports)
         _compute(node)
-        for output in node.outputs:
-            static = output.shape is not None and output.shape.is_static()
-            result.append(tuple(output.shape) if static else None)  # type: ignore[arg-type]
+        result += map(static_shape, node.outputs)
     return result
 
 
@@ -90,6 +93,7 @@ def _compute(node: ir.Node) -> None:
     """Compute the node's small integer and boolean outputs from known inputs."""
     if node.op_type in CONTROL_FLOW or not any(_small_integer(o) for o in node.outputs):
         return
+    made: Sequence[np.ndarray | None]
     if node.op_type in ("Shape", "Size"):
         made = [shape_value(node)]
     elif node.op_type == "BroadcastGradientArgs":
@@ -108,7 +112,8 @@ def _compute(node: ir.Node) -> None:
 def _small_integer(value: ir.Value) -> bool:
     if value.dtype is None or value.dtype.is_floating_point():
         return value.dtype is None
-    return value.shape is None or not value.shape.is_static() or int(np.prod(value.shape)) <= _MAX_ELEMENTS  # type: ignore[arg-type]
+    shape = static_shape(value)
+    return shape is None or math.prod(shape) <= _MAX_ELEMENTS
 
 
 def _constant(value: ir.Value) -> np.ndarray | None:
@@ -116,20 +121,13 @@ def _constant(value: ir.Value) -> np.ndarray | None:
     return None if tensor is None or tensor.size > _MAX_ELEMENTS else tensor.numpy()
 
 
-def _broadcast_axes(node: ir.Node) -> list[np.ndarray | None]:
+def _broadcast_axes(node: ir.Node) -> list[np.ndarray]:
     """Axes over which the gradients of two broadcast shapes are summed."""
-    shapes = [None if v is None else _constant(v) for v in node.inputs]
-    if any(s is None for s in shapes):
+    left, right = (None if v is None else _constant(v) for v in node.inputs)
+    if left is None or right is None:
         return []
-    rank = max(len(s) for s in shapes if s is not None)
-    padded = [[1] * (rank - len(s)) + s.tolist() for s in shapes if s is not None]
-    axes = []
-    for own, other, shape in ((padded[0], padded[1], shapes[0]), (padded[1], padded[0], shapes[1])):
-        missing = rank - len(shape)  # type: ignore[arg-type]
-        axes.append(
-            np.array([i for i in range(rank) if i < missing or (own[i] == 1 and other[i] != 1)], dtype=np.int64)
-        )
-    return axes
+    pairs = ((left.tolist(), right.tolist()), (right.tolist(), left.tolist()))
+    return [np.array(reduced_axes(*pair), dtype=np.int64) for pair in pairs]
 
 
 def _expression(sizes: Sequence[int], assignments: Sequence[dict[str, int]]) -> int | str | None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from typing import TypeAlias
 
 import sympy
 
-Dim = int | sympy.Expr
+Dim: TypeAlias = int | sympy.Expr
 _NAME = re.compile(r"[A-Za-z_]\w*(?!\w*\()")
 
 

@@ -69,8 +69,8 @@ def _batch_norm_training(
     momentum: float, eps: float,
 ) -> Sequence[ir.Value | None]:  # fmt: skip
     if not training:
-        y = _batch_norm_frozen(t, input, weight, bias, running_mean, running_var, eps)
-        return y, None, None, running_mean, running_var
+        frozen = _batch_norm_frozen(t, input, weight, bias, running_mean, running_var, eps)
+        return frozen, None, None, running_mean, running_var
     scale, shift = _affine(t, input, weight, bias)
     y, mean, var, saved_mean, saved_invstd = t.composites(
         "BatchNorm", input, scale, shift, running_mean, running_var, outputs=5, epsilon=eps, momentum=momentum

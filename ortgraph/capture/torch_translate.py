@@ -305,7 +305,9 @@ class Translation:
         """Translate one ``call_function`` node."""
         target = node.target
         if target is operator.getitem:
-            self.env[node] = self.env[node.args[0]][node.args[1]]
+            source, index = node.args
+            assert isinstance(source, Node)
+            self.env[node] = self.env[source][index]
             return
         name = _overload_name(target)
         if name in _IGNORED or isinstance(

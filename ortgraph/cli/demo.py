@@ -117,10 +117,11 @@ def _measure(out: Output, plan: Any, folder: pathlib.Path) -> dict[str, Any]:
             f"{len(data.classes)} packages; a Transformer of {parameters / 1e6:.1f} million parameters")  # fmt: skip
     with out.progress("capturing"):
         captured = ortgraph.capture(model, {k: torch.from_numpy(v) for k, v in batches[0].items()}, loss=0)
-    chosen = {"optimizer": ortgraph.optim.AdamW(lr=plan.lr, weight_decay=0.01), "target": detect_runtime().target}
+    optimizer, target = ortgraph.optim.AdamW(lr=plan.lr, weight_decay=0.01), detect_runtime().target
     with out.progress("optimizing") as tell:
-        lowered = ortgraph.optimize(captured, "O0", **chosen)
-        optimized = ortgraph.optimize(captured, "O2", instruments=[Progress(tell)], **chosen)
+        lowered = ortgraph.optimize(captured, "O0", optimizer=optimizer, target=target)
+        watch = [Progress(tell)]
+        optimized = ortgraph.optimize(captured, "O2", optimizer=optimizer, target=target, instruments=watch)
     captured.save(folder / "captured.onnx")
     optimized.graph.save(folder / "step.onnx")
     session = ortgraph.TrainingSession(optimized.graph, threads=plan.threads)

@@ -104,8 +104,8 @@ def _session(out: Output, target: str, chosen: Any, preset: str, threads: int | 
     if not isinstance(chosen, ortgraph.optim.AdamW):
         raise InputError(f"{target}: 'optimizer' is {type(chosen).__name__}", "ortgraph.optim.AdamW(lr=1e-3)")
     with out.progress("optimizing") as tell:
-        options_ = {"optimizer": chosen, "target": detect_runtime().target, "instruments": [Progress(tell)]}
-        result = ortgraph.optimize(graph, preset, **options_)
+        target, instruments = detect_runtime().target, [Progress(tell)]
+        result = ortgraph.optimize(graph, preset, optimizer=chosen, target=target, instruments=instruments)
     out.say(f"{preset}: {result.report.nodes_before} → {result.report.nodes_after} nodes")
     return spec, ortgraph.TrainingSession(result.graph, threads=threads), result.report
 

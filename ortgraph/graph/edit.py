@@ -101,6 +101,23 @@ def remove_node(node: ir.Node) -> None:
     node.graph.remove(node, safe=True)
 
 
+def add_constant(graph: ir.Graph, tensor: ir.TensorProtocol, name: str) -> ir.Value:
+    """Register a tensor as a constant (initializer) of a graph, under a name that is free."""
+    tensor.name = name
+    shape = ir.Shape(tensor.shape.numpy())
+    value = ir.Value(name=name, shape=shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+    graph.register_initializer(value)
+    return value
+
+
+def take_type(new: ir.Value, old: ir.Value) -> None:
+    """Record on ``new`` what is recorded on the value that it replaces: dtype and shape."""
+    if old.dtype is not None:
+        new.dtype = old.dtype
+    if old.shape is not None:
+        new.shape = old.shape
+
+
 def static_shape(value: ir.Value) -> tuple[int, ...] | None:
     """The shape when every dimension is a number, else None."""
     if value.shape is None or not value.shape.is_static():

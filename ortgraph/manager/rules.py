@@ -36,3 +36,26 @@ def _agree(a: ir.Shape, b: ir.Shape) -> bool:
     if len(a) != len(b):
         return False
     return all(x == y for x, y in zip(a, b, strict=True) if isinstance(x, int) and isinstance(y, int))
+
+
+@rule("plan-is-valid", "runtime", "In a planned graph, no two live values overlap in the arena.")
+def plan_is_valid(graph: TrainingGraph) -> Found:
+    from ortgraph.analysis.bind_shapes import is_dynamic
+    from ortgraph.plan.memory.placement import METADATA_KEY, place_values
+    from ortgraph.runtime.program import needed_nodes, stored_offsets
+    from ortgraph.runtime.session import program_pairs
+
+    if METADATA_KEY not in graph.model.metadata_props or graph.stage != "planned" or is_dynamic(graph):
+        return
+    signature = graph.signature
+    stepped = any(p.update is not None for p in signature.parameters)
+    kind = "step" if stepped else "gradients"
+    values = {v.name: v for v in (*graph.graph.inputs, *graph.graph.outputs)}
+    pairs = [(values[i], values[o]) for i, o in (program_pairs(signature, kind) if stepped else ())]
+    results = [o for _, o in pairs] if stepped else [values[n] for n in signature.gradients.values()]
+    wanted = list(dict.fromkeys([values[signature.loss], *results]))
+    order = needed_nodes(graph.graph, wanted)
+    known = stored_offsets(graph, kind)
+    placement = place_values(graph.graph, order, wanted, pairs, known, loss=values[signature.loss])
+    if placement.problem.buffers and placement.solution.solver != "stored plan":
+        yield "the stored offsets overlap, or belong to another graph: run plan-memory again", None

@@ -54,12 +54,13 @@ class EliminateCommonSubexpressions(GraphPass):
             leader = first.setdefault(key, node) if key is not None else node
             if leader is node:
                 continue
-            kept = next((o for o in node.outputs if not _can_redirect(edit, o, leader.outputs[o.index()])), None)
+            pairs = list(zip(node.outputs, leader.outputs, strict=True))
+            kept = next((pair for pair in pairs if not _can_redirect(edit, *pair)), None)
             if kept is not None:
-                reason = f"graph output %{kept.name} equals %{leader.outputs[kept.index()].name}; both names stay"
+                reason = f"graph output %{kept[0].name} equals %{kept[1].name}; both names stay"
                 changes.refusals.append(Refusal(node.name or "", reason))
                 continue
-            for old, new in zip(node.outputs, leader.outputs, strict=True):
+            for old, new in pairs:
                 edit.redirect(old, new)
             gone.append(node)
         changes.counts["merged"] = edit.remove(gone)
@@ -139,4 +140,4 @@ def _defaults(domain: str, op_type: str, version: int) -> tuple[tuple[str, Hasha
     except onnx.defs.SchemaError:  # an operator that this opset does not have
         return ()
     given = ((name, a.default_value) for name, a in sorted(schema.attributes.items()))
-    return tuple((name, _attribute_key(ir.from_proto(d))) for name, d in given if d is not None and d.name)
+    return tuple((name, _attribute_key(ir.serde.deserialize_attribute(d))) for name, d in given if d is not None and d.name)

@@ -188,13 +188,13 @@ def _slice(node: ir.Node, inputs: Arrays, version: int) -> Array:
     x = inputs[0]
     assert x is not None
     if version < 10:
-        starts, ends = node.attributes["starts"].as_ints(), node.attributes["ends"].as_ints()
-        axes, steps = node.attributes.get_ints("axes", None), None
+        read = [node.attributes.get_ints(name, None) for name in ("starts", "ends", "axes")]
+        starts, ends, axes, steps = *read, None
     else:
         starts, ends, axes, steps = (
             None if i >= len(inputs) or (v := inputs[i]) is None else [int(e) for e in v.reshape(-1)]
             for i in range(1, 5)
-        )  # type: ignore[assignment]
+        )
     assert starts is not None and ends is not None
     where = [slice(None)] * x.ndim
     for axis, start, end, step in zip(

@@ -150,18 +150,15 @@ def _expected_bytes(node: ir.Node, opsets: dict[str, int]) -> int | None:
     record = [(o.type, o.shape) for o in node.outputs]
     if any(o.dtype is None or static_shape(o) is None for o in node.outputs if o.name):
         infer_node(node, opsets)
-    total: int | None = 0
-    for output in node.outputs:
-        shape = static_shape(output)
-        if not output.name:
-            continue
-        if shape is None or output.dtype is None:
-            total = None
-            break
-        total += math.prod(shape) * output.dtype.itemsize
-    for output, (kind, shape) in zip(node.outputs, record, strict=True):
-        output.type, output.shape = kind, shape
-    return None if total is None else math.ceil(total)
+    sizes = [_bytes(output) for output in node.outputs if output.name]
+    for output, (kind, recorded) in zip(node.outputs, record, strict=True):
+        output.type, output.shape = kind, recorded
+    return None if None in sizes else math.ceil(sum(size for size in sizes if size is not None))
+
+
+def _bytes(output: ir.Value) -> float | None:
+    shape = static_shape(output)
+    return None if shape is None or output.dtype is None else math.prod(shape) * output.dtype.itemsize
 
 
 def _check(output: ir.Value, array: np.ndarray) -> None:

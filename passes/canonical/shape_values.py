@@ -108,7 +108,7 @@ def _size(known: ShapeValues, node: ir.Node) -> ShapeValue | None:
 
 def _reduce_prod(known: ShapeValues, node: ir.Node) -> ShapeValue | None:
     x = known.get(node.inputs[0])
-    if x is None or x.rank != 1 or node.attributes.get_int("noop_with_empty_axes", 0):
+    if x is None or x.rank != 1 or node.attributes.get_int("noop_with_empty_axes", 0) != 0:
         return None
     return ShapeValue((_product(x.elements),), 1 if node.attributes.get_int("keepdims", 1) else 0)
 
@@ -177,14 +177,14 @@ def _cast(known: ShapeValues, node: ir.Node) -> ShapeValue | None:
 
 def _elementwise(function: Callable[..., int | str | None]) -> _Rule:
     def rule(known: ShapeValues, node: ir.Node) -> ShapeValue | None:
-        operands = [known.get(v) for v in node.inputs]
-        if any(o is None for o in operands):
+        operands = [o for o in map(known.get, node.inputs) if o is not None]
+        if len(operands) < len(node.inputs):
             return None
-        length = max(len(o.elements) for o in operands)  # type: ignore[union-attr]
-        if any(len(o.elements) not in (1, length) for o in operands):  # type: ignore[union-attr]
+        length = max(len(o.elements) for o in operands)
+        if any(len(o.elements) not in (1, length) for o in operands):
             return None
-        rows = [o.elements * (length if len(o.elements) == 1 else 1) for o in operands]  # type: ignore[union-attr]
-        rank = max(o.rank for o in operands)  # type: ignore[union-attr]
+        rows = [o.elements * (length if len(o.elements) == 1 else 1) for o in operands]
+        rank = max(o.rank for o in operands)
         return ShapeValue(tuple(function(*e) for e in zip(*rows, strict=True)), rank)
 
     return rule

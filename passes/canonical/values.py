@@ -8,6 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortgraph.graph import STAGES, replace_value, stamp
+from ortgraph.graph.edit import add_constant
 
 BEFORE_PLAN = STAGES[:-1]  # a planned graph has its order and places fixed: canonical passes come before
 
@@ -163,10 +164,7 @@ class Edit:
     def constant(self, array: np.ndarray | ir.TensorProtocol, name: str) -> ir.Value:
         """Register a constant under a name that is free."""
         tensor = ir.tensor(array) if isinstance(array, np.ndarray) else array
-        tensor.name = name
-        value = ir.Value(name=name, shape=ir.Shape(tensor.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
-        self.graph.register_initializer(value)
-        return value
+        return add_constant(self.graph, tensor, name)
 
     def become_identity(self, node: ir.Node, source: ir.Value, by: str) -> None:
         """Turn a node with one output, a graph output that keeps its name, into Identity of ``source``."""

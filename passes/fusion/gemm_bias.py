@@ -37,7 +37,8 @@ class FuseGemmBias(RewritePass):
 
     def match(self, node: ir.Node, graph: TrainingGraph) -> Match | Refusal | None:
         for i in (0, 1):
-            product = node.inputs[i].producer() if node.inputs[i] is not None else None
+            value = node.inputs[i]
+            product = None if value is None else value.producer()
             if product is not None and _is_product(product):
                 bias = node.inputs[1 - i]
                 values = {"a": product.inputs[0], "w": product.inputs[1], "bias": bias, "product": product.outputs[0]}
@@ -50,7 +51,7 @@ class FuseGemmBias(RewritePass):
         assert a is not None and w is not None and bias is not None and product is not None
         if product.dtype not in FLOATS or bias.dtype != product.dtype:
             return f"element type {product.dtype}: Gemm runs in float32 and float64"
-        if rank(w) != 2 or rank(a) is None or rank(a) < 2:  # type: ignore[operator]
+        if w.shape is None or len(w.shape) != 2 or a.shape is None or len(a.shape) < 2:
             return "the right operand is not a matrix"
         if rank(a) != 2 and attribute(node, "transA", 0):
             return "the left operand is transposed and has batch dimensions"
@@ -58,7 +59,7 @@ class FuseGemmBias(RewritePass):
             return "batch dimensions are transposed"
         assert product.shape is not None
         width = product.shape[-1]
-        if not isinstance(width, int) or not isinstance(w.shape[0 if not attribute(node, "transB", 0) else 1], int):  # type: ignore[index]
+        if not isinstance(width, int) or not isinstance(w.shape[0 if not attribute(node, "transB", 0) else 1], int):
             return "the width of the product is not known"
         if bias.shape is None or not 1 <= len(bias.shape) <= 2 or bias.shape[-1] != width:
             return f"%{bias.name} is not one row of {width} elements"
@@ -71,7 +72,8 @@ class FuseGemmBias(RewritePass):
     def rewrite(self, build: Builder, match: Match) -> Sequence[ir.Value]:
         a, w, bias, product = (match.values[k] for k in ("a", "w", "bias", "product"))
         node = match.nodes[0]
-        assert a is not None and product is not None and product.shape is not None and a.shape is not None
+        assert a is not None and w is not None and product is not None
+        assert a.shape is not None and w.shape is not None and product.shape is not None
         options = {
             "alpha": attribute(node, "alpha"),
             "transA": attribute(node, "transA"),
@@ -79,8 +81,9 @@ class FuseGemmBias(RewritePass):
         }
         if len(a.shape) == 2:
             return [build.op("Gemm", a, w, bias, **options)]
-        depth = w.shape[1 if options["transB"] else 0]  # type: ignore[union-attr]
-        rows = build.op("Reshape", a, build.ints([-1, int(depth)]))  # type: ignore[arg-type]
+        depth = w.shape[1 if options["transB"] else 0]
+        assert isinstance(depth, int)
+        rows = build.op("Reshape", a, build.ints([-1, depth]))
         flat = build.op("Gemm", rows, w, bias, **options)
         back = build.op("Reshape", flat, build.ints(reshape_dims(tuple(product.shape)) or []))
         back.shape = product.shape

@@ -104,7 +104,8 @@ def _behind(node: ir.Node) -> Match | Refusal | None:
 
 def _peel(value: ir.Value | None) -> tuple[ir.Value | None, float, list[ir.Node]] | str:
     """(operand without its factors, their product, their nodes), or the reason why the first is not taken."""
-    factor, scalings = 1.0, []
+    factor = 1.0
+    scalings: list[ir.Node] = []
     while (node := producer_of(value, "Mul", "Div")) is not None and (found := with_constant(node)) is not None:
         number = _factor(node, found[1], found[2])
         if not isinstance(number, str):

@@ -181,7 +181,7 @@ class Region:
         """Cuts of the region from the root backwards, opening the latest value first; ``pinned`` stays closed."""
         frontier = {self.root}
         while True:
-            opened = max((v for v in frontier if v is not pinned and v in self.order), key=self.order.get, default=None)
+            opened = max((v for v in frontier if v is not pinned and v in self.order), key=self.order.__getitem__, default=None)
             if opened is None:
                 return
             frontier.remove(opened)

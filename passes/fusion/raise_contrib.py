@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortgraph.graph import TrainingGraph
+from ortgraph.graph.edit import take_type
 from ortgraph.manager.base import Refusal
 from ortgraph.manager.rewrite import Match, RewritePass, op_key
 from ortgraph.ops.builder import Builder
@@ -55,8 +56,7 @@ class RaiseContrib(RewritePass):
             if output in match.outputs:
                 assert new is not None
                 if new.producer() in build.made:
-                    new.shape = output.shape if output.shape is not None else new.shape
-                    new.dtype = output.dtype if output.dtype is not None else new.dtype
+                    take_type(new, output)
                 results.append(new)
         return results
 

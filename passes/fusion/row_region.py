@@ -135,7 +135,8 @@ class RowRegion:
         first = self.root.producer()
         if first is None or not self._takes(first):
             return
-        found, wave, seen = [], [first], {first}
+        found: list[ir.Node] = []
+        wave, seen = [first], {first}
         while wave and len(found) < MAX_NODES:
             node = wave.pop(0)
             found.append(node)

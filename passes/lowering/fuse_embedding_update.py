@@ -46,7 +46,11 @@ class FuseEmbeddingUpdate(KernelRewrite):
         if table is not None:
             return Match((table, node), tuple(node.outputs), count="updates")
         total = producer_of(gradient, "Add", "Sum")
-        if total is not None and any(producer_of(v, "EmbeddingGrad", domain=KERNELS) for v in total.inputs):
+        if (
+            gradient is not None
+            and total is not None
+            and any(producer_of(v, "EmbeddingGrad", domain=KERNELS) for v in total.inputs)
+        ):
             return Refusal(node.name or "", f"the gradient %{gradient.name} is a sum of which a table is one part")
         return None
 

@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from ortgraph.errors import InputError, UnsupportedError
 from ortgraph.graph import Names, TrainingGraph, replace_value
+from ortgraph.graph.edit import take_type
 from ortgraph.manager.base import Changes, GraphPass, Refusal
 from ortgraph.ops.alternatives import Alternative, CostTable, alternatives, has_choice, load_table
 from ortgraph.ops.builder import Builder
@@ -124,6 +125,5 @@ def _redirect(node: ir.Node, old: ir.Value, new: ir.Value | None) -> None:
             "this is a fault of the operator's table entry; report it",
         )
     # What capture recorded (symbolic dimensions by name) is at least as exact as what inference finds again.
-    new.shape = old.shape if old.shape is not None else new.shape
-    new.dtype = old.dtype if old.dtype is not None else new.dtype
+    take_type(new, old)
     replace_value(old, new)

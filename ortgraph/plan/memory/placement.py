@@ -212,6 +212,7 @@ def _reuse_inputs(
             if (
                 source is None
                 or result is None
+                or not result.name
                 or result in in_place
                 or live.storage(result) is not result
                 or result not in last
