@@ -77,4 +77,8 @@ def _broadcasts_to(mask: ir.Value, scores: ir.Value) -> bool:
     if mask.shape is None or scores.shape is None or len(mask.shape) > len(scores.shape):
         return False
     lead = len(scores.shape) - len(mask.shape)
-    return all(m == 1 or m == s for m, s in zip(mask.shape, list(scores.shape)[lead:], strict=True))
+    # Dimensions without a name are equal to nothing, not even to each other.
+    return all(
+        m == 1 or (m == s and (isinstance(m, int) or m.value is not None))
+        for m, s in zip(mask.shape, list(scores.shape)[lead:], strict=True)
+    )

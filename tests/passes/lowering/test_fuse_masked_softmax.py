@@ -31,7 +31,9 @@ def softmax(bench, *, mask=(2, 1, 1, 19), scale=None, swap=False, axis=-1, x=SHA
     "case",
     [
         {}, {"mask": (19,)}, {"mask": (4, 19)}, {"mask": (2, 3, 4, 1)}, {"mask": SHAPE}, {"mask": (1, 3, 4, 19)},
-        {"mask": ()}, {"mask": (5, *SHAPE)}, {"swap": True}, {"axis": 3}, {"kernel": True}, {"x": ("n", 3, 4, 19), "mask": (1, 1, 4, 19)},
+        {"mask": ()}, {"mask": (5, *SHAPE)}, {"swap": True}, {"axis": 3}, {"kernel": True},
+        {"x": ("n", 3, 4, 19), "mask": (1, 1, 4, 19)},
+        {"x": ("n", 3, 4, 19), "mask": ("n", 1, 1, 19)},
     ],
 )  # fmt: skip
 def test_masked(bench, case):
@@ -72,6 +74,7 @@ def test_masked_positions(bench, threads):
         ({"axis": 2}, "not over the last axis"),
         ({"read": "total"}, "also read by Neg"),
         ({"mask": ("n", 1, 1, 19)}, "mask of known shape"),
+        ({"x": (None, 3, 4, 19), "mask": (None, 1, 1, 19)}, "mask of known shape"),
         ({"x": (3, 1, 19), "mask": (1, 4, 19)}, "mask of known shape"),
         ({"dtype": ir.DataType.DOUBLE}, "element type"),
     ],

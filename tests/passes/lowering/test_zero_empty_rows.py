@@ -152,3 +152,33 @@ def test_step_and_gradients(threads):
     np.testing.assert_allclose(losses[0], loss.item(), rtol=1e-5)
     for name, parameter in module.named_parameters():
         np.testing.assert_allclose(fused_gradients[name], parameter.grad.numpy(), rtol=0, atol=1e-6)
+
+
+def test_preset_computes_the_mask_once():
+    """Two layers, both halves: one mask, nothing left of its rows without keys, no node twice."""
+    import torch
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 24) for _ in range(2))
+
+        def forward(self, x, seen, target):
+            for layer in self.layers:
+                q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in layer(x).chunk(3, -1))
+                y = torch.nn.functional.scaled_dot_product_attention(
+                    q, k, v, seen[:, None, None, :].expand(-1, 1, 5, 5)
+                )
+                x = x + y.transpose(1, 2).flatten(2)
+            return torch.nn.functional.mse_loss(x, target)
+
+    torch.manual_seed(0)
+    seen = torch.ones(3, 5, dtype=torch.bool)
+    seen[0, 3:], seen[1] = False, False
+    batch = {"x": torch.randn(3, 5, 8), "seen": seen, "target": torch.randn(3, 5, 8)}
+    result = ortgraph.optimize(ortgraph.capture(Model(), batch), "O2", optimizer=ortgraph.optim.AdamW(lr=0.01))
+    ops = [n.op_type for n in result.graph.graph]
+    assert ops.count("ScaledMaskedSoftmax") == 2 and ops.count("Where") == 1
+    assert not {"Softmax", "ReduceMax", "Max", "Not", "Equal"} & set(ops)
+    keys = [(n.domain, n.op_type, n.inputs, str(n.attributes)) for n in result.graph.graph]
+    assert len(set(keys)) == len(keys)
