@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -158,7 +159,7 @@ def _expand_rms_norm(node: ir.Node, names: Names) -> None:
 
 
 def _function_body(node: ir.Node, opset: int) -> onnx.FunctionProto | None:
-    schema = onnx.defs.get_schema(node.op_type, opset, "")
+    schema: Any = onnx.defs.get_schema(node.op_type, opset, "")  # onnx's stub knows nothing of its functions
     for name, attribute in schema.attributes.items():
         if name not in node.attributes and attribute.default_value.type != onnx.AttributeProto.UNDEFINED:
             node.attributes[name] = ir.serde.deserialize_attribute(attribute.default_value)

@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ortgraph.capture.torch_lost import refuse_parameter_hooks, watch_lost
-from ortgraph.capture.torch_source import user_frame
+from ortgraph.capture.torch_source import user_frame, user_path
 from ortgraph.errors import CaptureError, OrtgraphError
 
 _DIMENSION = re.compile(r"L\['tensors'\]\[(\d+)\]\.size\(\)\[(\d+)\]")
@@ -105,7 +105,7 @@ def trace_joint(
     return JointTrace(
         graph_module,
         tuple(_input_slot(node) for node in placeholders),
-        tuple(_output_slot(role, node) for role, node in zip(roles, results, strict=True)),
+        tuple(_output_slot(role, node, names) for role, node in zip(roles, results, strict=True)),
         constants,
         {symbol: int(upper) for symbol, upper in uppers.items() if getattr(upper, "is_Integer", False)},
     )
@@ -152,12 +152,19 @@ def _input_slot(node: Node) -> Slot:
         return Slot("buffer", role.target, -1, node)
     if kind == "PlainAOTInput":
         return Slot("input", "", role.idx, node)
-    if kind == "TangentAOTInput":
+    if kind == "TangentAOTInput" and hasattr(role.output, "idx"):
         return Slot("tangent", "", role.output.idx, node)
+    if kind == "TangentAOTInput":
+        raise _written(getattr(role.output, "mutated_input", role.output), ())
+    if kind == "ViewBaseAOTInput":
+        raise CaptureError(
+            f"the module writes into {_named(role.base_of, ())}, which shares memory with another of its tensors",
+            "keep one of them, and slice or reshape it in forward()",
+        )
     raise CaptureError(f"the joint trace has an input of kind {kind} ({role})", "report this model")
 
 
-def _output_slot(role: Any, node: Any) -> Slot:
+def _output_slot(role: Any, node: Any, names: Sequence[str]) -> Slot:
     kind = type(role).__name__
     node = node if isinstance(node, Node) else None
     if role is None:
@@ -174,11 +181,25 @@ def _output_slot(role: Any, node: Any) -> Slot:
     if kind == "InputMutationAOTOutput" and type(role.mutated_input).__name__ == "BufferAOTInput":
         return Slot("buffer_update", role.mutated_input.target, -1, node)
     if kind == "InputMutationAOTOutput":
-        raise CaptureError(
-            f"the module writes into {role.mutated_input} in place",
-            "training inputs and parameters may not be changed by forward(); clone the tensor first",
-        )
+        raise _written(role.mutated_input, names)
     raise CaptureError(f"the joint trace has an output of kind {kind} ({role})", "report this model")
+
+
+def _written(role: Any, names: Sequence[str]) -> CaptureError:
+    return CaptureError(
+        f"the module writes into {_named(role, names)} in place",
+        "training inputs and parameters may not be changed by forward(); clone the tensor first "
+        "(nn.Embedding(max_norm=) is such a write)",
+    )
+
+
+def _named(role: Any, names: Sequence[str]) -> str:
+    """An input of the trace in the user's words."""
+    target = getattr(role, "target", None)
+    if target is not None:
+        return f"{'buffer' if 'Buffer' in type(role).__name__ else 'parameter'} {user_path(target)}"
+    index = getattr(role, "idx", None)
+    return f"input {names[index]!r}" if isinstance(index, int) and index < len(names) else str(role)
 
 
 def _refusal(error: Exception, by: str, names: Sequence[str]) -> CaptureError:
@@ -189,10 +210,12 @@ def _refusal(error: Exception, by: str, names: Sequence[str]) -> CaptureError:
     for tail in (" If you're using ", " For more information", " (unhinted"):
         sentence = sentence.split(tail)[0]
     kind = type(error).__name__
-    if "Constraints violated" in text or "specialized" in sentence:
-        hint = "leave this dimension out of dynamic=, or change the code that fixes it"
+    if "num_batches_tracked" in text:
+        hint = "give BatchNorm a momentum: the cumulative average (momentum=None) needs the count as a number"
     elif any(word in text for word in ("data-dependent", "item()", "bool(")) or "DataDependent" in kind:
         hint = "replace Python control flow and .item() on tensor values by torch.where or masks"
+    elif "Constraints violated" in text or "specialized" in sentence:
+        hint = "leave this dimension out of dynamic=, or change the code that fixes it"
     else:
         hint = "run module(*batch) alone first; if that works, simplify the code at this place"
     place = user_frame(text)
@@ -216,13 +239,14 @@ def _tracing() -> Iterator[None]:
     graph beside the error; the error says what is needed. On success nothing printed is lost.
     """
     logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    level, onednn, said = logger.level, torch.backends.mkldnn.enabled, io.StringIO()
+    mkldnn: Any = torch.backends.mkldnn
+    level, onednn, said = logger.level, mkldnn.enabled, io.StringIO()
     logger.setLevel(logging.ERROR)
-    torch.backends.mkldnn.enabled = False
+    mkldnn.enabled = False
     try:
         with contextlib.redirect_stderr(said):
             yield
     finally:
-        torch.backends.mkldnn.enabled = onednn
+        mkldnn.enabled = onednn
         logger.setLevel(level)
     sys.stderr.write(said.getvalue())

@@ -24,7 +24,8 @@ def watch_lost() -> Iterator[list[str]]:
     would be silently another.
     """
     lost: list[str] = []
-    function, tensor = torch.autograd.Function, torch.Tensor
+    function: Any = torch.autograd.Function
+    tensor: Any = torch.Tensor
     apply, register_hook = function.__dict__["apply"], tensor.register_hook
 
     def note(what: str) -> None:
@@ -40,13 +41,13 @@ def watch_lost() -> Iterator[list[str]]:
         note(f"the tensor hook {getattr(hook, '__qualname__', hook)}")
         return register_hook(self, hook)
 
-    function.apply = classmethod(noted_apply)  # type: ignore[method-assign, assignment]
-    tensor.register_hook = noted_hook  # type: ignore[method-assign, assignment]
+    function.apply = classmethod(noted_apply)
+    tensor.register_hook = noted_hook
     try:
         yield lost
     finally:
         function.apply = apply
-        tensor.register_hook = register_hook  # type: ignore[method-assign]
+        tensor.register_hook = register_hook
 
 
 def refuse_parameter_hooks(module: torch.nn.Module) -> None:

@@ -101,7 +101,9 @@ def fusion(
         }
         if condition is not None:
             members["condition"] = staticmethod(condition)
-        cls = dataclasses.dataclass(frozen=True)(type(replacement.__name__, (PatternPass,), members))
-        return registry.register(cls)
+        cls: type[PatternPass] = type(replacement.__name__, (PatternPass,), members)
+        cls = dataclasses.dataclass(frozen=True)(cls)
+        registry.register(cls)
+        return cls
 
     return wrap

@@ -46,7 +46,9 @@ class FuseLayerNorm(RewritePass):
         if not any(is_reduction(n) for n in graph.graph):
             return changes
         # Whole layers before their core: x_hat, which the backward half may compute again, is one without parameters.
-        for look in (*(functools.partial(_forward, rows=n) for n in (2, 1, 0)), _gradient):
+        looks: list[Callable[[ir.Node], Match | Refusal | None]] = [_gradient]
+        looks[:0] = (functools.partial(_forward, rows=n) for n in (2, 1, 0))
+        for look in looks:
             # A layer from its end; gradients from the loss on, so that a residual's gradient is one operator already.
             for node in tuple(graph.graph)[:: 1 if look is _gradient else -1]:
                 if node.graph is None or node.domain not in ("", "ai.onnx") or node.op_type not in _ROOTS:

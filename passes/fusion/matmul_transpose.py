@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import onnx_ir as ir
 
@@ -81,7 +81,7 @@ class FuseMatmulTranspose(RewritePass):
 
     def rewrite(self, build: Builder, match: Match) -> Sequence[ir.Value]:
         node = _product(match)
-        a, b = match.facts["sides"]  # type: ignore[misc]
+        a, b = cast("list[_Side]", match.facts["sides"])
         if "perm" in match.facts:
             a, b = dataclasses.replace(b, trans=not b.trans), dataclasses.replace(a, trans=not a.trans)
         left, right = (_operand(build, s) for s in (a, b))
@@ -121,7 +121,10 @@ def _result(node: ir.Node) -> Match | Refusal | None:
         return Refusal(node.name or "", "the product has an addend")
     last = len(perm) - 1
     swap = {last: last - 1, last - 1: last}
-    facts = {"sides": [_as_is(product, i) for i in (0, 1)], "perm": tuple(swap.get(p, p) for p in perm)}
+    facts: dict[str, object] = {
+        "sides": [_as_is(product, i) for i in (0, 1)],
+        "perm": tuple(swap.get(p, p) for p in perm),
+    }
     return Match((product, node), (node.outputs[0],), {}, facts)
 
 
@@ -154,8 +157,8 @@ def _is_matrix(match: Match) -> bool:
 def _as_is(node: ir.Node, index: int) -> _Side:
     value = node.inputs[index]
     assert value is not None
-    flags = (attribute(node, f"{k}{_SIDES[index]}", 0) for k in ("trans", "transBatch"))
-    return _Side(value, *map(bool, flags))
+    trans, batch = (bool(attribute(node, f"{k}{_SIDES[index]}", 0)) for k in ("trans", "transBatch"))
+    return _Side(value, trans, batch)
 
 
 def _side(node: ir.Node, index: int) -> _Side | str:

@@ -8,10 +8,12 @@ from typing import ClassVar
 import onnx_ir as ir
 
 from ortgraph.graph import Names, TrainingGraph, replace_value, static_shape
+from ortgraph.graph.edit import take_type
 from ortgraph.manager.base import Changes, GraphPass, Refusal
 from ortgraph.manager.rewrite import op_key
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.rows import Needs, Rows, kept_zero, needs, pads_rows, reads_rows, sums_rows
+from ortgraph.ops.shapes import operand
 
 _PRODUCTS = frozenset({"MatMul", "Gemm"})
 Demand = dict[ir.Value, "Rows | None"]  # None: the whole value
@@ -149,9 +151,9 @@ class _Rewrite:
             plan = self.plans.get(node)
             if plan is not None:
                 self._narrow(build, node, plan)
-            elif node in self.reading and self._known(node.inputs[0], self.reading[node]):
-                value = self._rows(build, node.inputs[0], self.reading[node])
-                replace_value(node.outputs[0], self._shaped(build, value, static_shape(node.outputs[0])))
+            elif node in self.reading and self._known(operand(node, 0), self.reading[node]):
+                value = self._rows(build, operand(node, 0), self.reading[node])
+                replace_value(node.outputs[0], self._shaped(build, value, _dims(node.outputs[0])))
         for node in nodes:
             plan = self.plans.get(node)
             if plan is not None and plan.rows is not None:
@@ -165,22 +167,25 @@ class _Rewrite:
         return (value, rows) in self.narrow
 
     def _narrow(self, build: Builder, node: ir.Node, plan: _Plan) -> None:
-        inputs = [self._rows(build, v, plan.inputs[i]) if i in plan.inputs else v for i, v in enumerate(node.inputs)]
+        inputs = [
+            self._rows(build, v, plan.inputs[i]) if v is not None and i in plan.inputs else v
+            for i, v in enumerate(node.inputs)
+        ]
         attributes = dict(node.attributes)
         if op_key(node) == "Reshape":
             assert plan.rows is not None
-            inputs[1] = build.ints(plan.rows.compact(static_shape(node.outputs[0])))
+            inputs[1] = build.ints(plan.rows.compact(_dims(node.outputs[0])))
             attributes.pop("allowzero", None)
         made = build.multi(node.op_type, *inputs, outputs=len(node.outputs), domain=node.domain, **attributes)
         for i, (old, new) in enumerate(zip(node.outputs, made, strict=True)):
             if not (old.uses() or old.is_graph_output()):
                 continue
-            new.dtype = old.dtype
+            take_type(new, old)
             if i < plan.narrow:
-                new.shape = ir.Shape(plan.rows.compact(static_shape(old)))
+                assert plan.rows is not None
+                new.shape = ir.Shape(plan.rows.compact(_dims(old)))
                 self.narrow[old, plan.rows] = new
             else:
-                new.shape = old.shape
                 replace_value(old, new)
 
     def _rows(self, build: Builder, value: ir.Value, rows: Rows) -> ir.Value:
@@ -188,12 +193,14 @@ class _Rewrite:
         known = self.narrow.get((value, rows))
         if known is not None:
             return known
-        shape = static_shape(value)
+        shape, producer = _dims(value), value.producer()
         if self.sources.get(value) == rows:
-            made = value.producer().inputs[0]
+            assert producer is not None
+            made = operand(producer, 0)
         elif rows.swapped:
+            assert producer is not None
             plain = dataclasses.replace(rows, swapped=False)
-            made = build.op("Transpose", self._rows(build, value.producer().inputs[0], plain), perm=[1, 0])
+            made = build.op("Transpose", self._rows(build, operand(producer, 0), plain), perm=[1, 0])
         else:
             made = _slice(build, value, rows)
         self.narrow[value, rows] = made = self._shaped(build, made, rows.compact(shape))
@@ -204,26 +211,37 @@ class _Rewrite:
 
     def _restore(self, node: ir.Node, plan: _Plan) -> None:
         """Pad the rows again where somebody still reads the whole value (which is zero outside the rows)."""
+        rows = plan.rows
+        assert rows is not None
         for old in node.outputs[: plan.narrow]:
-            new = self.narrow.get((old, plan.rows))
+            new = self.narrow.get((old, rows))
             readers = [u for u in old.uses() if u.node not in self.plans]
             if new is None or not (readers or old.is_graph_output()):
                 continue
             build = Builder(self.graph, self.by, before=node, origins=(node,), names=self.names)
-            whole = self._shaped(build, _pad(build, new, static_shape(old), plan.rows), static_shape(old))
-            replace_value(old, whole)
+            shape = _dims(old)
+            replace_value(old, self._shaped(build, _pad(build, new, shape, rows), shape))
+
+
+def _dims(value: ir.Value) -> tuple[int, ...]:
+    """The shape of a value in a plan, which is static."""
+    shape = static_shape(value)
+    assert shape is not None
+    return shape
 
 
 def _blocks(shape: tuple[int, ...], rows: Rows, length: int) -> tuple[tuple[int, ...], int]:
     """A shape in which the rows have an axis of their own, of ``length``, and that axis."""
-    k, whole = rows.axis(shape)
+    found = rows.axis(shape)
+    assert found is not None
+    k, whole = found
     if whole:
         return (*shape[:k], length, *shape[k + 1 :]), k
     return (*shape[:k], shape[k] // rows.n, length, *shape[k + 1 :]), k + 1
 
 
 def _slice(build: Builder, value: ir.Value, rows: Rows) -> ir.Value:
-    shape = static_shape(value)
+    shape = _dims(value)
     view, axis = _blocks(shape, rows, rows.n)
     seen = value if view == shape else build.op("Reshape", value, build.ints(view))
     low, high = build.ints([rows.start]), build.ints([rows.start + rows.length])

@@ -201,8 +201,14 @@ class RowRegion:
     def evaluate(self, value: ir.Value, sources: Mapping[ir.Value, np.ndarray]) -> np.ndarray:
         """The value on the sample matrix, full values as [ROWS, width]."""
         shape = (ROWS, self.width)
-        more = {k: (lambda node, x, f=f: f(np.broadcast_to(x, shape))) for k, f in _REDUCTIONS.items()}
-        more["Expand"] = lambda node, x: np.broadcast_to(x, shape) if self.kind(node.outputs[0]) == FULL else x
+
+        def reduced(f: Callable[[np.ndarray], np.ndarray]) -> Callable[[ir.Node, np.ndarray], np.ndarray]:
+            return lambda node, x: f(np.broadcast_to(x, shape))
+
+        def expanded(node: ir.Node, x: np.ndarray) -> np.ndarray:
+            return np.broadcast_to(x, shape) if self.kind(node.outputs[0]) == FULL else x
+
+        more = {op_type: reduced(f) for op_type, f in _REDUCTIONS.items()} | {"Expand": expanded}
         return evaluate(value, sources, more)
 
     def sample(self, kind: str, seed: int) -> np.ndarray:
