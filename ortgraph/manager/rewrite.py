@@ -59,30 +59,16 @@ class RewritePass(GraphPass):
 
     def run(self, graph: TrainingGraph, accept: Callable[[int], bool] = lambda index: True) -> Changes:
         """Try every node as a root. ``accept`` is asked with the index of each rewrite (bisection limits them)."""
-        changes = Changes()
-        index = -1
-        names = Names(graph.graph)
+        sweep = Sweep(self, graph, accept)
         for node in tuple(graph.graph):
             if node.graph is None or (self.roots and op_key(node) not in self.roots):
                 continue
             found = self.match(node, graph)
-            if found is None:
-                continue
             if isinstance(found, Match):
                 reason = self._inner_reason(found) or self.check(found, graph)
                 found = Refusal(node.name or "", reason) if reason else found
-            if isinstance(found, Refusal):
-                changes.refusals.append(found)
-                continue
-            index += 1
-            if not accept(index):
-                continue
-            build = Builder(
-                graph.graph, self.name, before=found.at or found.nodes[-1], origins=found.nodes[::-1], names=names
-            )
-            apply(found, self.rewrite(build, found))
-            changes.counts[found.count] += 1
-        return changes
+            sweep.take(found)
+        return sweep.changes
 
     def _inner_reason(self, match: Match) -> str | None:
         if self.shared_inner == "keep":
@@ -98,6 +84,36 @@ class RewritePass(GraphPass):
                 if reader is not None:
                     return f"inner value %{value.name} is also read by {reader.op_type} {reader.name!r}"
         return None
+
+
+class Sweep:
+    """One run of a RewritePass over a graph: takes what was found, one after the other, and keeps count.
+
+    Args:
+        fusion: Its ``rewrite`` builds the replacements.
+        graph: Rewritten in place.
+        accept: Asked with the index of each rewrite (bisection limits them).
+    """
+
+    def __init__(self, fusion: RewritePass, graph: TrainingGraph, accept: Callable[[int], bool]) -> None:
+        self.changes = Changes()
+        self._fusion, self._graph, self._accept = fusion, graph.graph, accept
+        self._names = Names(graph.graph)
+        self._next = 0
+
+    def take(self, found: Match | Refusal | None, at: ir.Node | None = None) -> None:
+        """Rewrite a match, with its new nodes before ``at``; note a refusal."""
+        if isinstance(found, Refusal):
+            self.changes.refusals.append(found)
+        if not isinstance(found, Match):
+            return
+        self._next += 1
+        if not self._accept(self._next - 1):
+            return
+        before, origins = at or found.at or found.nodes[-1], found.nodes[::-1]
+        build = Builder(self._graph, self._fusion.name, before=before, origins=origins, names=self._names)
+        apply(found, self._fusion.rewrite(build, found))
+        self.changes.counts[found.count] += 1
 
 
 def op_key(node: ir.Node) -> str:

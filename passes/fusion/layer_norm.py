@@ -11,9 +11,9 @@ from typing import ClassVar
 import numpy as np
 import onnx_ir as ir
 
-from ortgraph.graph import Names, TrainingGraph
+from ortgraph.graph import TrainingGraph
 from ortgraph.manager.base import Changes, Refusal
-from ortgraph.manager.rewrite import Match, RewritePass, apply
+from ortgraph.manager.rewrite import Match, RewritePass, Sweep
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.shapes import attribute
 from ortgraph.ops.spec import COMPOSITE
@@ -42,31 +42,20 @@ class FuseLayerNorm(RewritePass):
     name: ClassVar[str] = "fuse-layer-norm"
 
     def run(self, graph: TrainingGraph, accept: Callable[[int], bool] = lambda index: True) -> Changes:
-        changes, names, index = Changes(), Names(graph.graph), -1
         if not any(is_reduction(n) for n in graph.graph):
-            return changes
+            return Changes()
+        sweep = Sweep(self, graph, accept)
         # Whole layers before their core: x_hat, which the backward half may compute again, is one without parameters.
         looks: list[Callable[[ir.Node], Match | Refusal | None]] = [_gradient]
         looks[:0] = (functools.partial(_forward, rows=n) for n in (2, 1, 0))
         for look in looks:
             # A layer from its end; gradients from the loss on, so that a residual's gradient is one operator already.
             for node in tuple(graph.graph)[:: 1 if look is _gradient else -1]:
-                if node.graph is None or node.domain not in ("", "ai.onnx") or node.op_type not in _ROOTS:
-                    continue
-                found = look(node)
-                if isinstance(found, Refusal):
-                    changes.refusals.append(found)
-                if not isinstance(found, Match):
-                    continue
-                index += 1
-                if not accept(index):
-                    continue
-                build = Builder(graph.graph, self.name, before=node, origins=found.nodes[::-1], names=names)
-                apply(found, self.rewrite(build, found))
-                changes.counts[found.count] += 1
-        if changes.counts:
+                if node.graph is not None and node.domain in ("", "ai.onnx") and node.op_type in _ROOTS:
+                    sweep.take(look(node), at=node)
+        if sweep.changes.counts:
             graph.graph.sort()  # statistics and parameter gradients may be read before the place of the last match
-        return changes
+        return sweep.changes
 
     def rewrite(self, build: Builder, match: Match) -> Sequence[ir.Value]:
         v, axis = match.values, match.facts["axis"]

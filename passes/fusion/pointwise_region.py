@@ -14,9 +14,9 @@ from typing import ClassVar
 import numpy as np
 import onnx_ir as ir
 
-from ortgraph.graph import Names, TrainingGraph
+from ortgraph.graph import TrainingGraph
 from ortgraph.manager.base import Changes, Refusal
-from ortgraph.manager.rewrite import Match, RewritePass, apply
+from ortgraph.manager.rewrite import Match, RewritePass, Sweep
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.spec import COMPOSITE
 from ortgraph.passes.fusion.elementwise import evaluate, is_elementwise
@@ -73,10 +73,10 @@ class PointwiseFusion(RewritePass):
     known: ClassVar[tuple[Known, ...]] = ()
 
     def run(self, graph: TrainingGraph, accept: Callable[[int], bool] = lambda index: True) -> Changes:
-        changes, names, index = Changes(), Names(graph.graph), -1
         needed = frozenset().union(*(k.needs | k.made_by for k in self.known))
         if not any(n.op_type in needed for n in graph.graph):
-            return changes
+            return Changes()
+        sweep = Sweep(self, graph, accept)
         for sources in (2, 1):
             known = tuple(k for k in self.known if k.sources == sources)
             for node in tuple(graph.graph)[::-1]:
@@ -86,17 +86,8 @@ class PointwiseFusion(RewritePass):
                 if isinstance(found, Match) and sources == 1:
                     reason = self._inner_reason(found)
                     found = Refusal(node.name or "", reason) if reason else found
-                if isinstance(found, Refusal):
-                    changes.refusals.append(found)
-                if not isinstance(found, Match):
-                    continue
-                index += 1
-                if not accept(index):
-                    continue
-                build = Builder(graph.graph, self.name, before=node, origins=found.nodes[::-1], names=names)
-                apply(found, self.rewrite(build, found))
-                changes.counts[found.count] += 1
-        return changes
+                sweep.take(found, at=node)
+        return sweep.changes
 
     def rewrite(self, build: Builder, match: Match) -> Sequence[ir.Value]:
         known, sources = match.facts["known"], match.facts["sources"]
@@ -181,7 +172,9 @@ class Region:
         """Cuts of the region from the root backwards, opening the latest value first; ``pinned`` stays closed."""
         frontier = {self.root}
         while True:
-            opened = max((v for v in frontier if v is not pinned and v in self.order), key=self.order.__getitem__, default=None)
+            opened = max(
+                (v for v in frontier if v is not pinned and v in self.order), key=self.order.__getitem__, default=None
+            )
             if opened is None:
                 return
             frontier.remove(opened)

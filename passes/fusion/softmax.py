@@ -9,9 +9,9 @@ from typing import ClassVar
 import numpy as np
 import onnx_ir as ir
 
-from ortgraph.graph import Names, TrainingGraph
+from ortgraph.graph import TrainingGraph
 from ortgraph.manager.base import Changes, Refusal
-from ortgraph.manager.rewrite import Match, RewritePass, apply
+from ortgraph.manager.rewrite import Match, RewritePass, Sweep
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.spec import COMPOSITE
 from ortgraph.passes.fusion.operands import FLOATS, producer_of
@@ -59,25 +59,14 @@ class FuseSoftmax(RewritePass):
     name: ClassVar[str] = "fuse-softmax"
 
     def run(self, graph: TrainingGraph, accept: Callable[[int], bool] = lambda index: True) -> Changes:
-        changes, names, index = Changes(), Names(graph.graph), -1
         if not any(is_reduction(n) for n in graph.graph):
-            return changes
+            return Changes()
+        sweep = Sweep(self, graph, accept)
         for look in (_forward, _gradient):
             for node in tuple(graph.graph)[::-1]:
-                if node.graph is None or not _is_root(node):
-                    continue
-                found = look(node, self._inner_reason)
-                if isinstance(found, Refusal):
-                    changes.refusals.append(found)
-                if not isinstance(found, Match):
-                    continue
-                index += 1
-                if not accept(index):
-                    continue
-                build = Builder(graph.graph, self.name, before=node, origins=found.nodes[::-1], names=names)
-                apply(found, self.rewrite(build, found))
-                changes.counts[found.count] += 1
-        return changes
+                if node.graph is not None and _is_root(node):
+                    sweep.take(look(node, self._inner_reason), at=node)
+        return sweep.changes
 
     def rewrite(self, build: Builder, match: Match) -> Sequence[ir.Value]:
         op_type, axis, sources = (match.facts[k] for k in ("op_type", "axis", "sources"))
