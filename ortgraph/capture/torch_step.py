@@ -12,6 +12,7 @@ from ortgraph.capture.torch_batch import Batch, read_batch, read_dynamic
 from ortgraph.capture.torch_decompositions import decompositions
 from ortgraph.capture.torch_joint import trace_joint
 from ortgraph.capture.torch_module import Results, TracedStep, is_criterion
+from ortgraph.capture.torch_storage import refuse_shared_memory
 from ortgraph.errors import CaptureError, InputError
 from ortgraph.graph.training_graph import TrainingGraph
 
@@ -40,6 +41,7 @@ def capture_step(
         raise CaptureError(
             f"{type(module).__name__} has no trainable parameter", "set requires_grad on the parameters to be trained"
         )
+    refuse_shared_memory(parameters.values, buffers.values)
     trace = trace_joint(
         step, _arguments(batch, input_gradients), tuple(set(a) for a in axes), decompositions(), batch.names
     )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import onnx_ir as ir
 
 from ortgraph.errors import PassError, SignatureError
-from ortgraph.graph import Names, Parameter, State, TrainingGraph
+from ortgraph.graph import Names, Parameter, Signature, State, TrainingGraph
 from ortgraph.graph.edit import PHASE_KEY
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.spec import COMPOSITE
@@ -32,6 +33,9 @@ def attach(graph: TrainingGraph, optimizer: AdamW, accumulation_steps: int = 1) 
         optimizer: What to attach.
         accumulation_steps: Micro-batches per update.
 
+    A trainable parameter that the loss does not reach (a capture says which) is left as it is, as PyTorch's
+    optimizers leave parameters whose ``grad`` is None.
+
     Returns:
         The number of parameters that are updated.
 
@@ -46,10 +50,17 @@ def attach(graph: TrainingGraph, optimizer: AdamW, accumulation_steps: int = 1) 
         )
     if accumulation_steps < 1:
         raise PassError(f"accumulation_steps={accumulation_steps}", "at least 1")
-    if not signature.trainable:
+    reached = reached_parameters(signature)
+    if not reached:
         raise PassError("the graph has no trainable parameter", "set requires_grad, or name parameters with trainable=")
-    _Attach(graph, optimizer, accumulation_steps).run()
-    return len(signature.trainable)
+    _Attach(graph, optimizer, accumulation_steps).run(reached)
+    return len(reached)
+
+
+def reached_parameters(signature: Signature) -> tuple[Parameter, ...]:
+    """Trainable parameters without those that capture found the loss not to depend on."""
+    unreached = signature.metadata.get("unreached", "").split("\n")
+    return tuple(p for p in signature.trainable if p.gradient is not None or p.name not in unreached)
 
 
 class _Attach:
@@ -62,7 +73,7 @@ class _Attach:
         self.outputs = {v.name: v for v in graph.graph.outputs}
         self.states: list[State] = []
 
-    def run(self) -> None:
+    def run(self, parameters: Sequence[Parameter]) -> None:
         signature = self.graph.signature
         self.rate = self._input(LEARNING_RATE, ir.DataType.FLOAT, ())
         step = self._input("optimizer.step", ir.DataType.INT64, ())
@@ -70,11 +81,11 @@ class _Attach:
             self.build.op("Add", step, self.build.const(1, ir.DataType.INT64), name="step"), "optimizer.step.next"
         )
         self.states.append(State("step", step.name or "", step_next.name, "step"))
-        gradients = {p.name: self._gradient(p) for p in signature.trainable}
+        gradients = {p.name: self._gradient(p) for p in parameters}
         if self.accumulation_steps > 1:
-            gradients = {p.name: self._accumulate(p, gradients[p.name]) for p in signature.trainable}
+            gradients = {p.name: self._accumulate(p, gradients[p.name]) for p in parameters}
         scale = self._clip(list(gradients.values()))
-        updated = {p.name: self._update(p, gradients[p.name], step_next, scale) for p in signature.trainable}
+        updated = {p.name: self._update(p, gradients[p.name], step_next, scale) for p in parameters}
         for node in self.build.made:
             node.metadata_props[PHASE_KEY] = "optimizer"
         self.graph.signature = signature.replace(
