@@ -43,7 +43,7 @@ def plan_is_valid(graph: TrainingGraph) -> Found:
     from ortgraph.analysis.bind_shapes import is_dynamic
     from ortgraph.plan.memory.placement import METADATA_KEY, place_values
     from ortgraph.runtime.program import needed_nodes, stored_offsets
-    from ortgraph.runtime.session import program_pairs
+    from ortgraph.runtime.selection import program_pairs
 
     if METADATA_KEY not in graph.model.metadata_props or graph.stage != "planned" or is_dynamic(graph):
         return
