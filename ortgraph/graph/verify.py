@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable, Iterator
 
 import onnx_ir as ir
@@ -14,6 +15,7 @@ from ortgraph.graph.training_graph import TrainingGraph
 
 LEVELS = ("structure", "signature", "types", "runtime", "numerics")
 _CONTEXT_LINES = 8
+_MORE_RULES = "ortgraph.manager.rules"  # registers rules that need facts about operators and plans
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,6 +201,8 @@ def check(graph: TrainingGraph, level: str = "signature") -> list[Violation]:
     ``numerics`` needs two graphs and a batch: see ``ortgraph.manager.numerics.compare``.
     """
     upto = LEVELS.index(level)
+    if upto >= LEVELS.index("types"):
+        importlib.import_module(_MORE_RULES)
     found: list[Violation] = []
     for r in RULES:
         if LEVELS.index(r.level) <= upto and (graph.has_signature or r.level != "signature"):
