@@ -25,6 +25,8 @@ def test_code_blocks_run(page, tmp_path, monkeypatch):
 
 def test_invariants_page_lists_every_rule():
     page = (ROOT / "docs" / "invariants.md").read_text()
+    listed = set(re.findall(r"^\| ([\w-]+) \| (?:structure|signature|types|runtime) \|", page, re.MULTILINE))
+    assert listed == {rule.id for rule in verify.RULES}
     for rule in verify.RULES:
         assert f"| {rule.id} | {rule.level} |" in page
 

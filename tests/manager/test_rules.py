@@ -22,3 +22,19 @@ def test_wrong_record_is_found(linear_graph, damage):
         value.shape = ir.Shape([3, 5] if damage == "shape" else [3])
     with pytest.raises(VerificationError, match="recorded-types-are-right"):
         verify(linear_graph, "types")
+
+
+def test_stored_plan_is_checked(linear_graph):
+    import json
+
+    from ortgraph.manager import PassManager, parse_pipeline
+    from ortgraph.plan.memory.placement import METADATA_KEY
+
+    PassManager(parse_pipeline("lower,plan-memory"), verify="runtime").run(linear_graph)
+    verify(linear_graph, "runtime")
+    plan = json.loads(linear_graph.model.metadata_props[METADATA_KEY])
+    assert len(plan["offsets"]) > 1
+    plan["offsets"] = dict.fromkeys(plan["offsets"], 0)
+    linear_graph.model.metadata_props[METADATA_KEY] = json.dumps(plan)
+    with pytest.raises(VerificationError, match="plan-is-valid"):
+        verify(linear_graph, "runtime")
