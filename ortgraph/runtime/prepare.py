@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from ortgraph.analysis.bind_shapes import bind_shapes, infer_unknown, is_dynamic
 from ortgraph.graph import TrainingGraph
+from ortgraph.ops.spec import COMPOSITE
 
 logger = logging.getLogger(__name__)
 _LOWERED = ("lowered", "planned")
@@ -34,7 +35,7 @@ def prepare(graph: TrainingGraph, dims: Mapping[str, int], target: str) -> Train
         run_passes(ready, FOLD)
         if infer_unknown(ready):
             run_passes(ready, FOLD)
-    if not lowered:
+    if not lowered or any(node.domain == COMPOSITE for node in ready.graph):
         run_passes(ready, f"lower{{target={target}}},{CLEAN}")
     return lift_constants(ready)
 

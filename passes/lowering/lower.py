@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from ortgraph.errors import InputError, UnsupportedError
 from ortgraph.graph import Names, TrainingGraph, replace_value
-from ortgraph.graph.edit import take_type
+from ortgraph.graph.edit import remove_node, take_type
 from ortgraph.manager.base import Changes, GraphPass, Refusal
 from ortgraph.ops.alternatives import Alternative, CostTable, alternatives, has_choice, load_table
 from ortgraph.ops.builder import Builder
@@ -28,6 +28,9 @@ class Lower(GraphPass):
     expansion (``expansion``), chosen per node by the cost table; equal costs go to the first. Every choice is reported
     with the figures it was made by. Expansions may share work (Attention and its gradient): run
     ``eliminate-common-subexpressions`` afterwards.
+
+    Refuses when:
+        an expansion needs sizes that are symbolic still: the composite stays, the session lowers it once they are bound.
 
     Raises an error when:
         a node of an unknown domain, or of an operator that the target does not run, has no expansion;
@@ -70,7 +73,8 @@ class Lower(GraphPass):
         imports = graph.graph.opset_imports
         if any(n.domain == "com.microsoft" for n in graph.graph.all_nodes()):
             imports.setdefault("com.microsoft", 1)
-        if imports.pop(COMPOSITE, None) is not None and not changes.counts:
+        left = any(n.domain == COMPOSITE for n in graph.graph.all_nodes())
+        if not left and imports.pop(COMPOSITE, None) is not None and not changes.counts:
             changes.counts["unused-import"] += 1
         return changes
 
@@ -88,7 +92,14 @@ class Lower(GraphPass):
             return []
         assert node.graph is not None
         build = Builder(node.graph, self.name, before=node, origins=[node], names=names)
-        results = choice.build(build, node)
+        try:
+            results = choice.build(build, node)
+        except UnsupportedError as error:
+            if not _is_symbolic(node):
+                raise
+            _take_back(build)
+            changes.refusals.append(Refusal(node.name or "", f"left until sizes are bound: {error.what}"))
+            return []
         for old, new in zip(node.outputs, results, strict=False):
             _redirect(node, old, new)
         node.graph.remove(node, safe=True)
@@ -114,6 +125,19 @@ class Lower(GraphPass):
         wanted = [p for p in priced if p[2].name in preferred] or priced
         chosen = min(wanted, key=lambda p: p[:2])[2]
         return chosen, f"{node.op_type}: {chosen.name} chosen ({'; '.join(words)})"
+
+
+def _take_back(build: Builder) -> None:
+    for node in reversed(build.made):
+        remove_node(node)
+    for constant in build.constants:
+        if not constant.uses() and constant.name is not None:
+            build.graph.initializers.pop(constant.name, None)
+
+
+def _is_symbolic(node: ir.Node) -> bool:
+    values = (*node.inputs, *node.outputs)
+    return any(v is not None and v.shape is not None and not v.shape.is_static() for v in values)
 
 
 def _redirect(node: ir.Node, old: ir.Value, new: ir.Value | None) -> None:

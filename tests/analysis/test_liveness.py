@@ -7,6 +7,7 @@ import pytest
 
 from ortgraph.analysis.liveness import Liveness, nbytes
 from ortgraph.ops.builder import Builder
+from ortgraph.plan.memory.placement import place_values
 
 F = ir.DataType.FLOAT
 
@@ -86,3 +87,16 @@ def test_reader_in_a_nested_subgraph() -> None:
     graph.outputs.append(b.op("If", condition, then_branch=then, else_branch=orelse))
     live = Liveness(graph)
     assert live.last(hidden) == live.position[graph.outputs[0].producer()] == 3
+
+
+def test_absent_outputs_have_no_storage() -> None:
+    graph, b, x = make()
+    made = [b.multi("TopK", x, b.ints([1]), outputs=2, axis=1) for _ in range(2)]
+    for values, _ in made:
+        values.name = ""
+    graph.outputs.extend(indices for _, indices in made)
+    live = Liveness(graph)
+    assert list(live.storages()) == [indices for _, indices in made]
+    assert {p.name for p in place_values(graph, tuple(graph), graph.outputs, ()).problem.buffers} == {
+        indices.name for _, indices in made
+    }

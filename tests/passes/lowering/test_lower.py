@@ -9,8 +9,11 @@ import onnx_ir as ir
 import pytest
 
 from ortgraph.errors import InputError, UnsupportedError
+from ortgraph.graph import Buffer, Signature, TrainingGraph
 from ortgraph.ops import kernels
+from ortgraph.ops.builder import Builder
 from ortgraph.passes.lowering.lower import Lower
+from ortgraph.runtime.prepare import prepare
 
 PAIRS = [("Gelu", {}), ("Gelu", {"approximate": "tanh"}), ("Silu", {})]
 GRADS = [
@@ -176,3 +179,24 @@ def test_order_of_composites_does_not_depend_on_the_run(bench):
         Lower()(graph.model)
         texts.add(graph.text())
     assert len(texts) == 1
+
+
+def test_a_composite_that_needs_a_symbolic_size_waits_for_it():
+    """BatchNorm's expansion counts its elements: the graph stays usable, and the session lowers the rest."""
+    x = ir.val("x", dtype=ir.DataType.FLOAT, shape=["batch", 2])
+    scale, bias, mean, var = (ir.val(n, dtype=ir.DataType.FLOAT, shape=[2]) for n in ("s", "b", "mean", "var"))
+    graph = ir.Graph([x, scale, bias, mean, var], [], nodes=[], opset_imports={"": 18}, name="g")
+    build = Builder(graph, "capture")
+    outputs = build.multi("BatchNorm", x, scale, bias, mean, var, outputs=5, domain="ortgraph", momentum=0.1)
+    for value, name in zip(outputs, ("y", "new_mean", "new_var", "saved", "inverse"), strict=True):
+        value.name = name
+    graph.outputs.extend(outputs[:3])
+    buffers = (Buffer("mean", "new_mean"), Buffer("var", "new_var"))
+    lowered = TrainingGraph(
+        ir.Model(graph, ir_version=10), Signature(loss="y", inputs=("x", "s", "b"), buffers=buffers)
+    )
+    outcome = Lower(kernels=False)(lowered.model)
+    assert [n.op_type for n in graph] == ["BatchNorm"] and not graph.initializers
+    assert "left until sizes are bound" in outcome.refusals[0].reason
+    ready = prepare(lowered, {"batch": 4}, "onnxruntime-training")
+    assert not [n for n in ready.graph if n.domain == "ortgraph"]
