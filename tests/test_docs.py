@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -29,6 +31,13 @@ def test_invariants_page_lists_every_rule():
     assert listed == {rule.id for rule in verify.RULES}
     for rule in verify.RULES:
         assert f"| {rule.id} | {rule.level} |" in page
+
+
+def test_passes_page_is_what_the_passes_say():
+    made = subprocess.run([sys.executable, "-m", "ortgraph", "passes", "--markdown"], capture_output=True, text=True)
+    assert (ROOT / "docs" / "passes.md").read_text() == made.stdout, (
+        "write it anew: python -m ortgraph passes --markdown > docs/passes.md"
+    )
 
 
 def test_links_lead_somewhere():

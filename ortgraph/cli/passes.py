@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ortgraph.cli import options
+from ortgraph.cli import options, passes_page
 from ortgraph.cli.output import Output, verb
 
 
@@ -20,6 +20,7 @@ def run(
     plugin: Annotated[
         list[pathlib.Path], typer.Option("--plugin", metavar="FILE", help="Load passes of a Python file first.")
     ] = [],  # noqa: B006
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the page docs/passes.md.")] = False,
     as_json: bool = options.JSON,
 ) -> None:
     """List the passes with their stages, or show one: what it does, when it refuses, its options."""
@@ -32,10 +33,13 @@ def run(
         _show(out, _describe(registry.get(name)))
         return
     known = [_try_describe(n) for n in registry.names()]
-    rows = [(p["name"], p["summary"], " ".join(p["stages"])) for p in known]
-    out.table("Passes", ("name", "what it does", "stages"), rows)
     presets = {n: _preset_text(n) for n in registry.preset_names()}
-    out.table("Presets (-O0 ... -O3)", ("name", "pipeline"), presets.items())
+    if markdown:
+        out.say(passes_page.markdown(known, presets).rstrip())
+    else:
+        rows = [(p["name"], p["summary"], " ".join(p["stages"])) for p in known]
+        out.table("Passes", ("name", "what it does", "stages"), rows)
+        out.table("Presets (-O0 ... -O3)", ("name", "pipeline"), presets.items())
     out.result({"passes": known, "presets": presets})
 
 
@@ -46,7 +50,14 @@ def _try_describe(name: str) -> dict[str, Any]:
     try:
         return _describe(registry.get(name))
     except Exception as error:  # noqa: BLE001 - an installed plugin may raise anything at import
-        return {"name": name, "summary": f"cannot be loaded: {error}", "stages": [], "options": [], "doc": ""}
+        return {
+            "name": name,
+            "summary": f"cannot be loaded: {error}",
+            "stages": [],
+            "options": [],
+            "doc": "",
+            "module": "",
+        }
 
 
 def _describe(cls: type) -> dict[str, Any]:

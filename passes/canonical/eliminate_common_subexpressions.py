@@ -26,7 +26,7 @@ class EliminateCommonSubexpressions(GraphPass):
     tensors by content) and present outputs are equal; forward and backward nodes may merge. Equal constants of at
     most ``max_bytes`` merge first. Counted as ``merged`` (nodes) and ``constants``.
 
-    Args:
+    Attributes:
         max_bytes: Constants above this size are not compared.
 
     Refuses when:

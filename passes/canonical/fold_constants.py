@@ -25,7 +25,7 @@ class FoldConstants(GraphPass):
 
     Counted as ``folded`` and ``lifted``. A folded graph output is written as Identity of a constant.
 
-    Args:
+    Attributes:
         max_bytes: No constant larger than this is made, unless it is no larger than the inputs it replaces.
 
     Refuses when:
