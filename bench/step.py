@@ -86,6 +86,8 @@ def main() -> None:
         wanted = {
             "ortgraph": (f"ortgraph-{options.level}", "sdpa", None),
             "raw joint graph in ONNX Runtime": ("raw", "sdpa", None),
+            "ortgraph, forward and backward only": (f"gradients-{options.level}", "sdpa", None),
+            "raw joint graph, forward and backward only": ("raw-gradients", "sdpa", None),
         }
         for attention in ("sdpa", "eager"):
             for kind in ("eager", "compile"):
@@ -126,6 +128,9 @@ def report(options: argparse.Namespace, sides: dict[str, Side]) -> None:
         print(
             f"{name:48} {row['ms']:8.1f} ms   {row['median']:5.2f} x ortgraph's time  ({row['low']:.2f} to {row['high']:.2f})"
         )
+    if "raw joint graph, forward and backward only" in sides and "ortgraph, forward and backward only" in sides:
+        r = ratio(sides["raw joint graph, forward and backward only"], sides["ortgraph, forward and backward only"])
+        print(f"speed-up over the raw joint graph, forward and backward only: {r['median']:.2f}")
     for word in ("best", "stock"):
         peers = {n: r["median"] for n, r in rows.items() if n.endswith(word)}
         if peers:

@@ -43,8 +43,23 @@ def ortgraph_step(workload: str, attention: str, level: str, threads: int) -> Ca
     return lambda: session.step(batch)
 
 
-def raw_step(workload: str, attention: str, threads: int) -> Callable[[], None]:
-    """The captured joint graph, composites expanded, AdamW as standard operators, all of ONNX Runtime's optimizations on."""
+def ortgraph_gradients(workload: str, attention: str, level: str, threads: int) -> Callable[[], None]:
+    """Our forward and backward without an update, gradients left in the arena."""
+    import ortgraph
+
+    made = WORKLOADS[workload](attention=attention)
+    result = ortgraph.optimize(ortgraph.capture(made["module"], made["batch"]), level)
+    session = ortgraph.TrainingSession(result.graph, threads=threads)
+    session.gradients({k: v.numpy() for k, v in made["batch"].items()})
+    (program,) = (p for p in session.programs if p.name == "gradients")
+    return program.run
+
+
+def raw_step(workload: str, attention: str, threads: int, update: bool) -> Callable[[], None]:
+    """The captured joint graph, composites expanded, with all of ONNX Runtime's own optimizations on.
+
+    With ``update`` AdamW is part of the graph, as standard operators.
+    """
     import numpy as np
     import onnx_ir as ir
     import onnxruntime as ort
@@ -55,7 +70,8 @@ def raw_step(workload: str, attention: str, threads: int) -> Callable[[], None]:
 
     made = WORKLOADS[workload](attention=attention)
     graph = ortgraph.capture(made["module"], made["batch"])
-    attach(graph, ortgraph.optim.AdamW(lr=LEARNING_RATE))
+    if update:
+        attach(graph, ortgraph.optim.AdamW(lr=LEARNING_RATE))
     expand_composites(graph)
     signature = graph.signature
     options = ort.SessionOptions()
@@ -79,6 +95,8 @@ def raw_step(workload: str, attention: str, threads: int) -> Callable[[], None]:
     pairs = list(signature.pairs())
     spare = {target: ort.OrtValue.ortvalue_from_numpy(feeds[source].copy()) for source, target in pairs}
     binding.bind_output(signature.loss)
+    for name in () if update else signature.gradients.values():
+        binding.bind_output(name)
     for _, target in pairs:
         binding.bind_ortvalue_output(target, spare[target])
 
@@ -97,8 +115,10 @@ def make(side: str, workload: str, attention: str, threads: int) -> Callable[[],
         return torch_step(workload, attention, False, threads)
     if side == "compile":
         return torch_step(workload, attention, True, threads)
-    if side == "raw":
-        return raw_step(workload, attention, threads)
+    if side in ("raw", "raw-gradients"):
+        return raw_step(workload, attention, threads, update=side == "raw")
+    if side.startswith("gradients-"):
+        return ortgraph_gradients(workload, attention, side.removeprefix("gradients-"), threads)
     return ortgraph_step(workload, attention, side.removeprefix("ortgraph-"), threads)
 
 
