@@ -7,7 +7,7 @@ import math
 import onnx_ir as ir
 
 from ortgraph.ops.builder import Builder
-from ortgraph.ops.shapes import attribute, elements_flops, indicator, like
+from ortgraph.ops.shapes import attribute, elements_flops, like
 from ortgraph.ops.spec import COMPOSITE, OpSpec, register
 
 _TANH_SCALE = math.sqrt(2.0 / math.pi)
@@ -55,9 +55,12 @@ def gelu_grad(b: Builder, dy: ir.Value, x: ir.Value, tanh: bool) -> ir.Value:
 
 
 def relu_grad(b: Builder, dy: ir.Value, y: ir.Value) -> ir.Value:
-    """dY where Y > 0, else 0. Plain operators: ten times faster than ONNX Runtime's own ReluGrad."""
+    """dY where Y > 0, else 0. Plain operators: faster than ONNX Runtime's own ReluGrad.
+
+    A choice and no product: dY is infinite where sqrt(relu(x)) is 0, and infinity times 0 is no number.
+    """
     open_ = b.op("Greater", y, b.scalar(0.0, y))
-    return b.op("Mul", dy, indicator(b, open_, dy.dtype))
+    return b.op("Where", open_, dy, b.scalar(0.0, dy))
 
 
 def tanh_grad(b: Builder, dy: ir.Value, y: ir.Value) -> ir.Value:

@@ -14,10 +14,14 @@ from ortgraph.capture.torch_translate import DTYPES, Translation, onnx_dtype
 BOOL = ir.DataType.BOOL
 
 
+_ON_BOOL = {"Mul": "And", "Max": "Or", "Min": "And"}
+
+
 def _plain(op_type: str) -> Any:
     def apply(t: Translation, self: Any, other: Any) -> ir.Value:
         dtype = t.out_dtype()
-        return t.op(op_type, t.tensor(self, dtype), t.tensor(other, dtype))
+        op = _ON_BOOL.get(op_type, op_type) if dtype == BOOL else op_type
+        return t.op(op, t.tensor(self, dtype), t.tensor(other, dtype))
 
     return apply
 
