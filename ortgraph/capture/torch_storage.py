@@ -55,8 +55,8 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """Bytes of the storage from the first element to behind the last."""
     size = tensor.element_size()
-    start = tensor.storage_offset()
-    span = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    start = int(tensor.storage_offset())
+    span = sum((int(n) - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return start * size, (start + span + 1) * size
 
 
@@ -67,4 +67,4 @@ def _positions(tensor: torch.Tensor) -> torch.Tensor:
         shape = [1] * tensor.dim()
         shape[axis] = n
         positions = positions + (torch.arange(n) * stride).reshape(shape)
-    return positions.flatten() + tensor.storage_offset()
+    return positions.flatten() + int(tensor.storage_offset())
