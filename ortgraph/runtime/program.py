@@ -23,6 +23,7 @@ from ortgraph.ops.spec import KERNELS
 from ortgraph.plan.memory.placement import METADATA_KEY, Placement, place_values
 from ortgraph.plan.schedule import order_updates
 from ortgraph.runtime.arena import Memory
+from ortgraph.runtime.limits import refuse_limits
 from ortgraph.runtime.options import session_options
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ class Program:
 
     Raises:
         PlanError: The graph and the request do not fit together.
+        BatchError, UnsupportedError: See ``refuse_limits``.
         RuntimeSetupError: ONNX Runtime refuses the graph.
     """
 
@@ -116,6 +118,7 @@ class Program:
         value_pairs = [(inputs[i], outputs[o]) for i, o in pairs]
         results = list(self._values.values())
         self.order = order_program(graph, results, value_pairs)
+        refuse_limits(name, self.order)
         offsets, loss = stored_offsets(graph, name), loss_value(graph)
         self.placement: Placement = place_values(graph.graph, self.order, results, value_pairs, offsets, loss)
         self._constants = {
