@@ -44,7 +44,8 @@ def from_onnx(
             ``mse``, ``l1``, ``bce_with_logits`` (each adds an input ``targets``), the name of a scalar output, or a
             function ``loss(build, outputs, add_input) -> value``. None: the model's only scalar output.
         trainable: Names or fnmatch patterns of the weights to train. None trains every float weight. Integers,
-            shape constants, scalars and running statistics are never trained by a pattern; a scalar is when named.
+            shape constants and running statistics are never trained; single numbers that scale something and
+            masks (values of 1e9 and beyond) only under their full names.
         output: Output that a named loss reads, when the model has several float outputs.
         shapes: Dimensions of inputs by name, to fix or to name them: ``{"x": ("batch", 3, 32, 32)}``.
         opset: Opset of the graph, 18 to 21. None keeps the model's own when it is one of these, else the nearest.

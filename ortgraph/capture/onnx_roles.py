@@ -9,6 +9,8 @@ import logging
 import warnings
 from collections.abc import Collection, Sequence
 
+import ml_dtypes
+import numpy as np
 import onnx_ir as ir
 
 from ortgraph.errors import InputError
@@ -56,6 +58,10 @@ NO_GRADIENT_INPUTS: dict[str, tuple[int, ...]] = {
     "Where": (0,),
 }
 
+MASKED = 1e9  # a mask's "minus infinity" is at least this large; no weight is
+_SCALING = ("Div", "Max", "Min", "Mul", "Pow", "Sub")
+_MASKING = ("Add", "Cast", "Expand", "Gather", "Max", "Min", "Reshape", "Slice", "Squeeze", "Sub", "Unsqueeze", "Where")
+
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
@@ -75,9 +81,9 @@ class Roles:
 def assign_roles(graph: ir.Graph, trainable: Sequence[str] | None, candidates: Collection[str]) -> Roles:
     """Split the float initializers into weights and buffers.
 
-    A weight is a float initializer that some node reads along a differentiable input. Scalars (rank 0) are weights
-    only when named: exporters keep constants such as the 2 of a square there. Everything else (integers, shapes,
-    bounds, scales) stays a constant of the graph.
+    A weight is a float initializer that some node reads along a differentiable input. Numbers and masks are weights
+    only when named: exporters keep constants such as the 2 of a square, the scale of attention scores or a causal
+    mask there. Everything else (integers, shapes, bounds, scales) stays a constant of the graph.
 
     Args:
         graph: The forward graph, functions inlined.
@@ -89,7 +95,7 @@ def assign_roles(graph: ir.Graph, trainable: Sequence[str] | None, candidates: C
     """
     buffers = _statistics(graph)
     weights: list[str] = []
-    scalars: list[str] = []
+    fixed: list[str] = []
     for name, value in graph.initializers.items():
         if (
             value.dtype is None
@@ -99,10 +105,10 @@ def assign_roles(graph: ir.Graph, trainable: Sequence[str] | None, candidates: C
             or name not in candidates
         ):
             continue
-        (weights if value.shape is not None and len(value.shape) else scalars).append(name)
+        (fixed if _is_number(value) or _is_mask(value) else weights).append(name)
     if trainable is None:
         return Roles(tuple(weights), (), tuple(buffers))
-    chosen = _choose(graph, trainable, weights, scalars, buffers)
+    chosen = _choose(graph, trainable, weights, fixed, buffers)
     order = [n for n in graph.initializers if n in chosen]
     return Roles(tuple(order), tuple(n for n in weights if n not in chosen), tuple(buffers))
 
@@ -121,22 +127,39 @@ def _is_weight(value: ir.Value) -> bool:
     return any(use.idx not in NO_GRADIENT_INPUTS.get(use.node.op_type, ()) for use in value.uses())
 
 
+def _is_number(value: ir.Value) -> bool:
+    """A scalar, or one element that only scales or shifts a tensor as exporters fold it (a bias is read by Add)."""
+    if value.shape is None or not len(value.shape):
+        return True
+    return all(d == 1 for d in value.shape) and all(use.node.op_type in _SCALING for use in value.uses())
+
+
+def _is_mask(value: ir.Value) -> bool:
+    """A tensor that is added or selected, sliced or reshaped before, and holds a mask's "minus infinity"."""
+    if value.const_value is None or not all(use.node.op_type in _MASKING for use in value.uses()):
+        return False
+    numbers = value.const_value.numpy()
+    return bool((np.abs(numbers) >= min(MASKED, float(ml_dtypes.finfo(numbers.dtype).max))).any())
+
+
 def _choose(
-    graph: ir.Graph, wanted: Sequence[str], weights: list[str], scalars: list[str], buffers: dict[str, None]
+    graph: ir.Graph, wanted: Sequence[str], weights: list[str], fixed: list[str], buffers: dict[str, None]
 ) -> set[str]:
     if isinstance(wanted, str):
         raise InputError(f"trainable={wanted!r} is a string", f"give a list: trainable=[{wanted!r}]")
     chosen: set[str] = set()
-    named = {*weights, *scalars}
+    named = {*weights, *fixed}
     for pattern in wanted:
         hits = [pattern] if pattern in named else fnmatch.filter(weights, pattern)
         chosen.update(hits)
         if not hits:
-            _explain_miss(graph, pattern, weights, buffers)
+            _explain_miss(graph, pattern, weights, fixed, buffers)
     return chosen
 
 
-def _explain_miss(graph: ir.Graph, pattern: str, weights: list[str], buffers: dict[str, None]) -> None:
+def _explain_miss(
+    graph: ir.Graph, pattern: str, weights: list[str], fixed: list[str], buffers: dict[str, None]
+) -> None:
     """Say why an existing initializer is not trained; refuse a name that does not exist."""
     found = [pattern] if pattern in graph.initializers else fnmatch.filter(graph.initializers, pattern)
     if not found:
@@ -152,5 +175,7 @@ def _explain_miss(graph: ir.Graph, pattern: str, weights: list[str], buffers: di
             logger.info("%s is a running statistic: the step updates it, the optimizer does not", name)
         elif dtype is not None and not dtype.is_floating_point():
             logger.info("%s holds %s values and stays frozen", name, dtype.short_name())
+        elif name in fixed:
+            warnings.warn(f"{name} is a number or a mask: it is trained only under its full name", stacklevel=5)
         else:
             warnings.warn(f"{name} is read by nothing that a gradient flows through: it is not trained", stacklevel=5)

@@ -328,6 +328,26 @@ def test_scalars_train_only_when_named(onnx_tools):
     assert [p.name for p in graph.signature.parameters] == ["w", "t"]
 
 
+def test_folded_masks_and_scales_train_only_when_named(onnx_tools):
+    """PyTorch's exporter folds the causal mask and the scale of attention scores into initializers."""
+    text = HEAD + (
+        ", float[5,3] mask, float[1] scale, float[1] shift, float[5,3] place) => (float loss)"
+        " { h = MatMul(x, w) s = Mul(h, scale) p = Add(s, place) b = Add(p, shift) m = Add(b, mask) y = Softmax(m)"
+        + TAIL
+    )
+    place = np.full((5, 3), 0.25, np.float32)
+    mask = np.where(np.tri(5, 3, dtype=bool), 0, np.finfo(np.float32).min).astype(np.float32)
+    values = {"w": W, "mask": mask, "scale": np.float32([0.5]), "shift": np.float32([0.1]), "place": place}
+    model = onnx_tools.make_model(text, **values)
+    graph = from_onnx(model, "loss")
+    assert [p.name for p in graph.signature.parameters] == ["w", "shift", "place"]
+    np.testing.assert_array_equal(graph.graph.initializers["mask"].const_value.numpy(), mask)
+    named = from_onnx(model, "loss", ["w", "scale"]).signature.parameters
+    assert [p.name for p in named if p.trainable] == ["w", "scale"]
+    with pytest.warns(UserWarning, match="mask is a number or a mask"):
+        from_onnx(model, "loss", ["w", "ma*"])
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [("absent.onnx", "no such file"), (b"not a model", "not a readable ONNX model"), (3, "takes a path")],
