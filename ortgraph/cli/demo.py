@@ -103,8 +103,8 @@ def _measure(out: Output, plan: Any, folder: pathlib.Path) -> dict[str, Any]:
     from ortgraph.cli import demo_run
     from ortgraph.cli.demo_data import load_demo_data
     from ortgraph.cli.demo_model import make_model
-    from ortgraph.cli.optimize_run import reference_form
     from ortgraph.manager.instruments import Progress
+    from ortgraph.manager.numerics import reference_form
     from ortgraph.runtime.detect import detect_runtime
 
     torch.set_num_threads(plan.threads)

@@ -69,7 +69,7 @@ def make_request(
         raise InputError("--optimizer goes with a preset", "put attach-optimizer{optimizer=adamw} into -p")
     for name in (explain, print_after):
         if name not in (None, EVERY):
-            registry.get(name)  # type: ignore[arg-type]
+            registry.get(name)
     return Request(
         options.pipeline_of(level, pipeline),
         options.parse_optimizer(optimizer),
@@ -110,25 +110,12 @@ def apply(out: Output, graph: TrainingGraph, request: Request) -> Any:
     if request.verify == "numerics":
         with out.progress("comparing loss and gradients"):
             require_equal(
-                reference_form(graph),
+                graph,
                 result.graph,
                 options.batch_of(graph, request.sizes, request.batch),
                 request.pipeline,
             )
     return result
-
-
-def reference_form(graph: TrainingGraph) -> TrainingGraph:
-    """The graph with every composite as its reference expansion, so that no compiled kernel compares with itself.
-
-    A planned graph, and one that cannot be lowered so, is returned as it is.
-    """
-    from ortgraph.manager import registry
-    from ortgraph.manager.optimize import optimize
-
-    if graph.stage not in registry.get("lower").stages:
-        return graph
-    return optimize(graph, "lower{prefer=expansion}", verify="off").graph
 
 
 def find_culprit(out: Output, graph: TrainingGraph, request: Request) -> dict[str, Any] | None:

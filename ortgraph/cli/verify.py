@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import typer
 
 from ortgraph.cli import options
-from ortgraph.cli.optimize_run import reference_form
 from ortgraph.cli.output import FAILED, Output, verb
 from ortgraph.errors import InputError
 from ortgraph.graph import TrainingGraph
@@ -65,17 +64,22 @@ def _compare(
         raise InputError(f"the graphs train different parameters: {names}", "compare graphs of one model")
     feeds = options.batch_of(reference, sizes, batch)
     with out.progress("comparing loss and gradients"):
-        result = compare(reference_form(reference), graph, feeds)
+        result = compare(reference, graph, feeds)
     rows = sorted(result.gradients.items(), key=lambda item: (-item[1], item[0]))[:_SHOWN]
     out.table(
         "Gradients, largest difference first", ("parameter", "relative difference"), [(k, f"{v:.1e}") for k, v in rows]
     )
     out.say(f"loss: relative difference {result.loss:.1e}")
+    if result.values:
+        name, error = result.worst_value
+        out.say(f"outputs and new values: relative difference up to {error:.1e} (%{name})")
     return {
         "equal": result.equal,
         "loss": result.loss,
         "gradient": result.worst_gradient[1],
         "parameter": result.worst_gradient[0],
+        "value": result.worst_value[1],
+        "value_name": result.worst_value[0],
         "loss_tolerance": LOSS_TOLERANCE,
         "gradient_tolerance": GRADIENT_TOLERANCE,
     }

@@ -78,8 +78,7 @@ def _broken(graph: TrainingGraph, before: TrainingGraph, p: ir.passes.PassBase, 
         return error.what
     if result.equal:
         return ""
-    name, worst = result.worst_gradient
-    return f"loss moved by {result.loss:.1e}, gradient of %{name} by {worst:.1e}"
+    return f"numbers moved: {result.text}"
 
 
 def _smallest(graph: TrainingGraph, before: TrainingGraph, p: RewritePass, batch: Mapping[str, np.ndarray]) -> int:

@@ -29,6 +29,7 @@ def wanted_outputs(signature: Signature, kind: str) -> tuple[list[str], list[tup
         "evaluate": signature.outputs,
         "gradients": tuple(signature.gradients.values()),
         "input_gradients": tuple(signature.input_gradients.values()),
+        "results": tuple(name for _, name in signature.graph_outputs()),
     }
     names = further.get(kind, tuple(new for _, new in pairs))
     return list(dict.fromkeys((signature.loss, *names))), pairs

@@ -159,6 +159,14 @@ class TrainingSession:
         names = dict.fromkeys((self.signature.loss, *self.signature.outputs))
         return {name: program.value(name).copy() for name in names}
 
+    def results(self, batch: Batch) -> dict[str, np.ndarray]:
+        """Every output of the graph by name, in training mode: outputs, gradients, new values; commits nothing."""
+        self._set_seed(1.0 / self.accumulation_steps)
+        program = self._ready("results", batch)
+        program.run()
+        names = dict.fromkeys(name for _, name in self.signature.graph_outputs())
+        return {name: program.value(name).copy() for name in names}
+
     def profile(self, batch: Batch, kind: str = "gradients", runs: int = 10) -> list[NodeTime]:
         """Median kernel time per node of ``gradients``, ``loss``, ``evaluate`` or ``step``, in order of execution.
 
@@ -177,6 +185,11 @@ class TrainingSession:
         return times
 
     # -- state --------------------------------------------------------------------------------------------------
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether ``step`` can be called."""
+        return LEARNING_RATE in self.signature.scalars
 
     @property
     def learning_rate(self) -> float:
@@ -316,7 +329,7 @@ class TrainingSession:
         return values
 
     def _require_optimizer(self, what: str) -> None:
-        if LEARNING_RATE not in self.signature.scalars:
+        if not self.has_optimizer:
             raise InputError(
                 f"{what}: the graph (stage {self.signature.stage}) has no optimizer",
                 "ortgraph.optimize(graph, optimizer=ortgraph.optim.AdamW(...)), or session.gradients(batch)",

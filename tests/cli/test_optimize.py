@@ -249,7 +249,7 @@ def test_artifact_mistakes(cli, artifacts, tmp_path):
 
 def test_numbers_are_compared_with_standard_operators(cli, tmp_path, build_file):
     """A wrong kernel must not be compared with itself."""
-    from ortgraph.cli.optimize_run import reference_form
+    from ortgraph.manager.numerics import reference_form
 
     path = tmp_path / "net.onnx"
     assert cli("export", f"{build_file}:build", "-o", path).code == 0
