@@ -22,6 +22,7 @@ from ortgraph.errors import CaptureError
 from ortgraph.graph import Buffer, Names, Parameter, Signature, TrainingGraph, stamp
 from ortgraph.graph.edit import PHASE_KEY
 from ortgraph.ops.builder import Builder
+from ortgraph.ops.infer import infer_node
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ def from_onnx(
     weights = _parameters_to_inputs(graph, roles)
     seed = seed_input(graph, joint.seed)
     infer_missing(graph)
+    _check_shapes(graph, gradients)
     record_symbolic_shapes(model)
     values = {**weights, **{s.input: np.zeros((), np.int64) for s in legal.states}}
     signature = Signature(
@@ -155,3 +157,28 @@ def _gradient_outputs(graph: ir.Graph, joint: Joint, wanted: Mapping[str, str]) 
         taken.add(value)
         graph.outputs.append(value)
     return result
+
+
+def _check_shapes(graph: ir.Graph, gradients: Mapping[str, str]) -> None:
+    """Raise CaptureError when a gradient, by what its producer makes, has not its parameter's dtype and shape."""
+    values = {str(v.name): v for v in (*graph.inputs, *graph.outputs)}
+    for name, output in gradients.items():
+        parameter, producer = values[name], values[output].producer()
+        assert producer is not None and parameter.shape is not None
+        kept = [(v.type, v.shape) for v in producer.outputs]
+        values[output].shape = None
+        infer_node(producer, graph.opset_imports)
+        dtype, shape = values[output].dtype, values[output].shape
+        for value, (type_, known) in zip(producer.outputs, kept, strict=True):
+            value.type, value.shape = type_, known
+        if shape is None:
+            continue
+        fits = len(shape) == len(parameter.shape) and all(
+            a == b or not isinstance(a, int) for a, b in zip(shape, parameter.shape, strict=True)
+        )
+        if not fits or dtype != parameter.dtype:
+            raise CaptureError(
+                f"the gradient of parameter {name!r} is {dtype}{list(shape)}, the parameter "
+                f"{parameter.dtype}{list(parameter.shape)} (node {producer.name!r}, {producer.op_type})",
+                "leave the weight out of trainable=, and report the operator that reads it",
+            )

@@ -435,3 +435,26 @@ def test_an_exported_transformer(onnx_tools, tmp_path):
         for name, parameter in module.named_parameters():
             error = norm(outputs[f"{name}.grad"] - exact[name])
             assert error <= 4 * norm(parameter.grad.numpy() - exact[name]) + 1e-6 * norm(exact[name]) + 1e-9, name
+
+
+@pytest.mark.parametrize("wrong", ["shape", "rank", "dtype"])
+def test_a_gradient_of_another_shape_is_refused_by_the_parameters_name(wrong, onnx_tools, monkeypatch):
+    """Whatever the builder or a rule makes, no gradient of a wrong shape gets out."""
+    module = sys.modules["ortgraph.capture.from_onnx"]
+    honest = module.append_backward
+
+    def append(model, loss, parameters, names, cut=()):
+        joint = honest(model, loss, parameters, names, cut)
+        build = module.Builder(model.graph, "test", names=names)
+        gradient = joint.gradients["w"]
+        made = {
+            "shape": lambda: build.op("Transpose", gradient, perm=[1, 0]),
+            "rank": lambda: build.op("Unsqueeze", gradient, build.ints([0])),
+            "dtype": lambda: build.op("Cast", gradient, to=onnx.TensorProto.DOUBLE),
+        }[wrong]()
+        joint.gradients["w"] = made
+        return joint
+
+    monkeypatch.setattr(module, "append_backward", append)
+    with pytest.raises(CaptureError, match="gradient of parameter 'w' is"):
+        from_onnx(onnx_tools.make_model(HEAD + ") => (float loss) { y = MatMul(x, w)" + TAIL, w=W), "loss")
