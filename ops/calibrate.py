@@ -7,6 +7,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -41,7 +42,7 @@ class Case:
     op_type: str
     shapes: Callable[[int], tuple[Shape | None, ...]]
     outputs: int = 1
-    attributes: dict[str, object] = dataclasses.field(default_factory=dict)
+    attributes: dict[str, Any] = dataclasses.field(default_factory=dict)
     integers: dict[int, int] = dataclasses.field(default_factory=dict)
     booleans: frozenset[int] = frozenset()
     constants: dict[int, list[int]] = dataclasses.field(default_factory=dict)

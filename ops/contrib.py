@@ -24,13 +24,14 @@ from ortgraph.ops.shapes import (
     elements_flops,
     given,
     like,
+    operand,
     operands,
     operator,
     retyped,
     shape_of,
     typed,
 )
-from ortgraph.ops.spec import CONTRIB, InferRule, OpSpec, register
+from ortgraph.ops.spec import CONTRIB, Expansion, InferRule, OpSpec, register
 
 _FIRST = ((0, 0),)
 _BOTH = ((0, 0), (1, 0))
@@ -83,7 +84,7 @@ def _skip_norm_types(node: ir.Node) -> Types:
     shape = shape_of(x)
     row = None if shape is None else (*shape[:-1], 1)
     saved = None if x is None else (ir.DataType.FLOAT, row)
-    return [typed(x), saved, saved, typed(x)][: len(node.outputs)]  # type: ignore[list-item]
+    return [typed(x), saved, saved, typed(x)][: len(node.outputs)]
 
 
 def _rms_norm_types(node: ir.Node) -> Types:
@@ -143,7 +144,7 @@ def _adam_types(node: ir.Node) -> Types:
 def _axes_types(node: ir.Node) -> Types:
     shapes = [grad.shape_elements(given(node, i)) for i in (0, 1)]
     if shapes[0] is None or shapes[1] is None:
-        return [(ir.DataType.INT64, None)] * len(node.outputs)  # type: ignore[list-item]
+        return [(ir.DataType.INT64, None)] * len(node.outputs)
     axes = [grad.reduced_axes(shapes[0], shapes[1]), grad.reduced_axes(shapes[1], shapes[0])]
     return [(ir.DataType.INT64, (len(a),)) for a in axes][: len(node.outputs)]
 
@@ -165,16 +166,16 @@ def _scalar_bool(node: ir.Node) -> Types:
 
 
 def _quick_gelu(b: Builder, node: ir.Node) -> list[ir.Value]:
-    x = node.inputs[0]
+    x = operand(node, 0)
     alpha = decimal(node, "alpha", 1.702)
     scaled = x if alpha == 1.0 else b.op("Mul", x, b.scalar(alpha, x))
     return [b.op("Mul", x, b.op("Sigmoid", scaled))]
 
 
-def _bias_gelu(tanh: bool):
+def _bias_gelu(tanh: bool) -> Expansion:
     def expand(b: Builder, node: ir.Node) -> list[ir.Value]:
         bias = given(node, 1)
-        x = node.inputs[0] if bias is None else b.op("Add", node.inputs[0], bias)
+        x = operand(node, 0) if bias is None else b.op("Add", operand(node, 0), bias)
         return [gelu(b, x, tanh)]
 
     return expand

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -28,24 +28,25 @@ from ortgraph.ops.shapes import (
     wanted,
     zeros,
 )
+from ortgraph.ops.spec import Expansion
 
 Values = list["ir.Value | None"]
 
 
-def pair(function):
+def pair(function: Callable[[Builder, ir.Value, ir.Value], ir.Value]) -> Expansion:
     """An operator whose inputs are the gradient and one forward value."""
-    return lambda b, node: [function(b, node.inputs[0], node.inputs[1])]
+    return lambda b, node: [function(b, operand(node, 0), operand(node, 1))]
 
 
-def over_axis(function):
-    return lambda b, node: [function(b, node.inputs[0], node.inputs[1], attribute(node, "axis", -1))]
+def over_axis(function: Callable[[Builder, ir.Value, ir.Value, int], ir.Value]) -> Expansion:
+    return lambda b, node: [function(b, operand(node, 0), operand(node, 1), attribute(node, "axis", -1))]
 
 
-def over_flat_axes(function):
+def over_flat_axes(function: Callable[[Builder, ir.Value, ir.Value, int], ir.Value]) -> Expansion:
     """The forms before opset 13: the softmax runs over all dimensions from ``axis`` on."""
 
     def expand(b: Builder, node: ir.Node) -> Values:
-        dy, y = node.inputs[:2]
+        dy, y = operands(node, 2)
         rank = rank_of(node, y, "Y")
         axis = normalized_axis(attribute(node, "axis", 1), rank)
         if axis == rank - 1:
@@ -57,9 +58,9 @@ def over_flat_axes(function):
     return expand
 
 
-def gelu_grad(tanh: bool, bias: bool = False):
+def gelu_grad(tanh: bool, bias: bool = False) -> Expansion:
     def expand(b: Builder, node: ir.Node) -> Values:
-        dy, x = node.inputs[:2]
+        dy, x = operands(node, 2)
         x = b.op("Add", x, node.inputs[2]) if bias else x
         return [activation.gelu_grad(b, dy, x, tanh)]
 
@@ -67,7 +68,7 @@ def gelu_grad(tanh: bool, bias: bool = False):
 
 
 def quick_gelu_grad(b: Builder, node: ir.Node) -> Values:
-    dy, x = node.inputs[:2]
+    dy, x = operands(node, 2)
     alpha = decimal(node, "alpha", 1.702)
     z = b.op("Mul", x, b.scalar(alpha, x))
     s, one = b.op("Sigmoid", z), b.scalar(1.0, x)
@@ -84,12 +85,13 @@ def leaky_relu_grad(b: Builder, node: ir.Node) -> Values:
 
 
 def layer_norm_grad(b: Builder, node: ir.Node) -> Values:
-    dy, x, scale, mean, inv_std = node.inputs[:5]
+    dy, x = operands(node, 2)
+    scale, mean, inv_std = given(node, 2), given(node, 3), operand(node, 4)
     return normalization.layer_norm_grad(b, node, dy, x, mean, inv_std, scale, attribute(node, "axis", -1))
 
 
 def rms_norm_grad(b: Builder, node: ir.Node) -> Values:
-    dy, x, scale, inv_std = node.inputs[:4]
+    dy, x, scale, inv_std = operands(node, 4)
     return normalization.layer_norm_grad(b, node, dy, x, None, inv_std, scale, attribute(node, "axis", -1))
 
 
@@ -120,13 +122,13 @@ def gather_grad(b: Builder, node: ir.Node) -> Values:
     rows = b.op("Reshape", dy, b.ints([*outer, -1, *inner]))
     index = b.op("Reshape", indices, b.ints([*[1] * len(outer), -1, *[1] * len(inner)]))
     spread = b.op("Expand", index, b.ints([*outer, 1, *inner]))
-    start = zeros(b, shape, dy.dtype)  # type: ignore[arg-type]
+    start = zeros(b, shape, dy.dtype)
     return [b.op("ScatterElements", start, spread, rows, axis=axis, reduction="add")]
 
 
 def gather_elements_grad(b: Builder, node: ir.Node) -> Values:
     dy, source, indices = operands(node, 3)
-    start = zeros(b, _known_shape(node, source), dy.dtype)  # type: ignore[arg-type]
+    start = zeros(b, _known_shape(node, source), dy.dtype)
     return [b.op("ScatterElements", start, indices, dy, axis=attribute(node, "axis", 0), reduction="add")]
 
 
@@ -162,7 +164,7 @@ def _ignored(node: ir.Node, index: int) -> int | None:
 
 
 def cross_entropy(b: Builder, node: ir.Node) -> Values:
-    scores, labels = node.inputs[:2]
+    scores, labels = operands(node, 2)
     log_prob = b.op("LogSoftmax", scores, axis=1)
     if not wanted(node, 0):
         return [None, log_prob]
@@ -172,13 +174,13 @@ def cross_entropy(b: Builder, node: ir.Node) -> Values:
 
 
 def nll_loss(b: Builder, node: ir.Node) -> Values:
-    scores, labels = node.inputs[:2]
+    scores, labels = operands(node, 2)
     reduction = attribute(node, "reduction", "mean")
     return [loss.nll_loss(b, scores, labels, given(node, 2), reduction, _ignored(node, 3))[0]]
 
 
 def cross_entropy_grad(b: Builder, node: ir.Node) -> Values:
-    dy, log_prob, labels = node.inputs[:3]
+    dy, log_prob, labels = operands(node, 3)
     weight, ignore, reduction = given(node, 3), _ignored(node, 4), attribute(node, "reduction", "mean")
     total = None
     if reduction == "mean":
@@ -207,11 +209,12 @@ def dropout_grad(b: Builder, node: ir.Node) -> Values:
 
 
 def max_pool_grad(b: Builder, node: ir.Node) -> Values:
-    return [convolution.max_pool_grad(b, node.inputs[0], node.inputs[1], bound_shape(node, node.outputs[0], "dX"))]
+    dy, indices = operands(node, 2)
+    return [convolution.max_pool_grad(b, dy, indices, bound_shape(node, node.outputs[0], "dX"))]
 
 
 def average_pool_grad(b: Builder, node: ir.Node) -> Values:
-    return [convolution.average_pool_grad(b, node, node.inputs[0], bound_shape(node, node.outputs[0], "dX"))]
+    return [convolution.average_pool_grad(b, node, operand(node, 0), bound_shape(node, node.outputs[0], "dX"))]
 
 
 def batch_norm_internal(b: Builder, node: ir.Node) -> Values:
@@ -297,7 +300,7 @@ def _scatter_along(b: Builder, node: ir.Node, value: ir.Value, axis: int, picked
     shape = bound_shape(node, value, "dY")
     index = np.asarray(picked, np.int64).reshape([-1 if i == axis else 1 for i in range(len(shape))])
     full = [size if i == axis else d for i, d in enumerate(shape)]
-    start = zeros(b, full, value.dtype)  # type: ignore[arg-type]
+    start = zeros(b, full, value.dtype)
     if not picked or not math.prod(shape):
         return start
     return b.op("ScatterElements", start, b.op("Expand", b.const(index), b.ints(shape)), value, axis=axis)

@@ -126,7 +126,7 @@ def conv_grad(b: Builder, node: ir.Node) -> list[ir.Value | None]:
 def max_pool_grad(b: Builder, dy: ir.Value, indices: ir.Value, shape: Sequence[int]) -> ir.Value:
     """Each dY element is added at the flat position of the maximum that it came from."""
     flat = b.ints([-1])
-    start = zeros(b, [math.prod(shape)], dy.dtype)  # type: ignore[arg-type]
+    start = zeros(b, [math.prod(shape)], dy.dtype)
     added = b.op(
         "ScatterElements", start, b.op("Reshape", indices, flat), b.op("Reshape", dy, flat), axis=0, reduction="add"
     )

@@ -51,11 +51,11 @@ def _where_types(node: ir.Node) -> Types | None:
     condition, x, y = node.inputs
     if x is None or x.dtype is None:
         return None
-    return [(x.dtype, broadcast(*(shape_of(v) for v in (condition, x, y))))]  # type: ignore[list-item]
+    return [(x.dtype, broadcast(*(shape_of(v) for v in (condition, x, y))))]
 
 
 def _bool_like(node: ir.Node) -> Types:
-    return [(ir.DataType.BOOL, shape_of(node.inputs[0]))]  # type: ignore[list-item]
+    return [(ir.DataType.BOOL, shape_of(node.inputs[0]))]
 
 
 register(

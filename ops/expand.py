@@ -74,7 +74,7 @@ def _undo(graph: ir.Graph, build: Builder) -> None:
         graph.remove(made, safe=True)
     for constant in build.constants:
         if not is_used(constant):
-            del graph.initializers[constant.name]
+            del graph.initializers[str(constant.name)]
 
 
 def _opset(graph: ir.Graph) -> int:

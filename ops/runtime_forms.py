@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -43,7 +44,7 @@ def _float32(node: ir.Node) -> str | None:
     return None
 
 
-def _same(op_type: str, approximate: str | None = None, **fixed: object) -> tuple[Callable, Callable]:
+def _same(op_type: str, approximate: str | None = None, **fixed: Any) -> tuple[Callable, Callable]:
     """A contrib operator with the composite's own inputs; ``approximate`` restricts the form."""
 
     def applies(node: ir.Node) -> str | None:
@@ -112,7 +113,9 @@ def _conv_applies(node: ir.Node) -> str | None:
 
 
 def _conv_grad(builder: Builder, node: ir.Node) -> Sequence[ir.Value | None]:
-    attributes = {k: list(a.as_ints()) for k, a in node.attributes.items() if k in ("strides", "pads", "dilations")}
+    attributes: dict[str, Any] = {
+        k: list(a.as_ints()) for k, a in node.attributes.items() if k in ("strides", "pads", "dilations")
+    }
     weight = static_shape(node.inputs[2])  # type: ignore[arg-type]
     kernel = list(weight[2:]) if weight is not None else None
     wanted = len(node.outputs)

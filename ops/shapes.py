@@ -116,14 +116,14 @@ def typed(value: ir.Value | None) -> Typed | None:
     """Dtype and shape of a value as an inference result."""
     if value is None or value.dtype is None:
         return None
-    return value.dtype, shape_of(value)  # type: ignore[return-value]
+    return value.dtype, shape_of(value)
 
 
 def retyped(value: ir.Value | None, shape: Shape | None) -> Typed | None:
     """The dtype of a value with another shape."""
     if value is None or value.dtype is None:
         return None
-    return value.dtype, shape  # type: ignore[return-value]
+    return value.dtype, shape
 
 
 def like(*indices: int) -> InferRule:
@@ -185,7 +185,7 @@ def broadcast_rule(dtype: ir.DataType | None = None, source: int = 0) -> InferRu
         like = node.inputs[source]
         made = dtype or (None if like is None else like.dtype)
         shape = broadcast(*(shape_of(v) for v in node.inputs if v is not None))
-        return [None if made is None else (made, shape)]  # type: ignore[list-item]
+        return [None if made is None else (made, shape)]
 
     return rule
 
@@ -213,14 +213,14 @@ def normalized_axis(axis: int, rank: int) -> int:
 def zeros_like(b: Builder, value: ir.Value) -> ir.Value:
     """Zeros of the dtype and shape of a value, also when its shape is symbolic and its elements are not finite."""
     shape = static_shape(value)
-    assert value.dtype is not None
     if shape is not None:
         return zeros(b, shape, value.dtype)
     return b.op("Cast", b.op("Less", value, value), to=value.dtype)
 
 
-def zeros(b: Builder, shape: Sequence[int], dtype: ir.DataType) -> ir.Value:
+def zeros(b: Builder, shape: Sequence[int], dtype: ir.DataType | None) -> ir.Value:
     """Zeros of a static shape."""
+    assert dtype is not None
     return b.op("ConstantOfShape", b.ints(shape), value=ir.tensor([0], dtype=dtype))
 
 

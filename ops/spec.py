@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 Shape = tuple[Any, ...]  # ints and ir.SymbolicDim
 Typed = tuple[ir.DataType, Shape | None]  # the shape is None when unknown
-# Types of all outputs from the node (its inputs carry dtype and shape). None for an absent output.
-InferRule = Callable[[ir.Node], Sequence["Typed | None"]]
+# Types of all outputs from the node (its inputs carry dtype and shape). None for an absent output, and in place of all
+# outputs where the rule leaves this case to ONNX's own inference.
+InferRule = Callable[[ir.Node], "Sequence[Typed | None] | None"]
 # The reference expansion: builds the outputs from standard operators. It is the operator's specification.
 Expansion = Callable[["Builder", ir.Node], Sequence["ir.Value | None"]]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import onnx_ir as ir
 
@@ -72,8 +73,8 @@ AFTER_LOWERING = ",".join(
 
 
 def _preset(
-    *before: str, after: str, optimizer: object, target: str, shapes: Mapping[str, int], accumulation_steps: int
-):
+    *before: str, after: str, optimizer: Any, target: str, shapes: Mapping[str, int], accumulation_steps: int
+) -> tuple[ir.passes.PassBase, ...]:
     bind = (f"bind-shapes{{sizes={'|'.join(f'{k}:{v}' for k, v in sorted(shapes.items()))}}}",) if shapes else ()
     head = parse_pipeline(",".join((*bind, *(b for b in before if b), "mark-optimized")))
     attach = (AttachOptimizer.of(optimizer, accumulation_steps),) if optimizer is not None else ()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import onnx_ir as ir
 
 from ortgraph.ops.kernels.table import KERNELS as TABLE
@@ -16,7 +14,7 @@ from ortgraph.ops.spec import KERNELS as DOMAIN
 def _as_composite(name: str) -> InferRule:
     """The composite's own rule, looked up when it is used: families load in any order."""
 
-    def rule(node: ir.Node) -> Types:
+    def rule(node: ir.Node) -> Types | None:
         infer = lookup(COMPOSITE, name).infer
         return [] if infer is None else infer(node)
 
@@ -41,13 +39,10 @@ def _add_layer_norm(node: ir.Node) -> Types:
     return [typed(a), typed(a), *[_statistics(node, a)] * 2][: len(node.outputs)]
 
 
-def _last(index: int) -> Callable[[ir.Node], object]:
-    def of(node: ir.Node) -> object:
-        value = given(node, index)
-        shape = shape_of(value)
-        return retyped(value, None if shape is None else shape[-1:])
-
-    return of
+def _bias_gelu_grad(node: ir.Node) -> Types:
+    x = given(node, 1)
+    shape = shape_of(x)
+    return [typed(given(node, 0)), retyped(x, None if shape is None else shape[-1:])][: len(node.outputs)]
 
 
 def _bias_grad(node: ir.Node) -> Types:
@@ -61,7 +56,7 @@ def _bias_grad(node: ir.Node) -> Types:
 
 def _cross_entropy_statistics(node: ir.Node) -> Types:
     logits = given(node, 0)
-    loss, _, total = [*_as_composite("CrossEntropy")(node), None, None][:3]
+    loss, _, total = [*(_as_composite("CrossEntropy")(node) or ()), None, None][:3]
     shape = shape_of(logits)
     return [loss, retyped(logits, None if shape is None else shape[:1]), total][: len(node.outputs)]
 
@@ -84,7 +79,7 @@ _INFER: dict[str, InferRule] = {
     "MultiAdamW": _multi_adamw,
     "EmbeddingAdamW": like(2, 5, 6),
     "BiasGelu": like(0),
-    "BiasGeluGrad": lambda node: [typed(given(node, 0)), _last(1)(node)][: len(node.outputs)],
+    "BiasGeluGrad": _bias_gelu_grad,
     "LayerNorm": _layer_norm,
     "AddLayerNorm": _add_layer_norm,
     "LayerNormGradAdd": _as_composite("LayerNormGrad"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import onnx_ir as ir
 
@@ -80,7 +81,8 @@ def _activated(b: Builder, node: ir.Node, value: ir.Value, parameters: dict[str,
         return b.op("Clip", value, b.scalar(parameters["min"], value), b.scalar(parameters["max"], value))
     if name not in ("Elu", "HardSigmoid", "LeakyRelu", "Relu", "Selu", "Sigmoid", "Softplus", "Softsign", "Tanh"):
         raise _refuse(node, f"its activation {name}")
-    return b.op(name, value, **parameters)
+    options: dict[str, Any] = {**parameters}
+    return b.op(name, value, **options)
 
 
 def _fused_gemm(b: Builder, node: ir.Node) -> list[ir.Value]:

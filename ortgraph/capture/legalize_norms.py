@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import onnx_ir as ir
 
 from ortgraph.capture.legalize_layout import rank, refuse
+from ortgraph.graph.edit import static_shape
 from ortgraph.ops.builder import Builder
 
 
@@ -45,7 +46,13 @@ def _group_norm(b: Builder, node: ir.Node) -> list[ir.Value]:
     column = b.ints([1, groups, 1, 1] if per_group else [1, groups, channels // groups, 1])
     scaled = b.op("Mul", normal, b.op("Reshape", scale, column))
     shifted = b.op("Add", scaled, b.op("Reshape", bias, column))
-    return [b.op("Reshape", shifted, b.op("Shape", x) if not x.shape.is_static() else b.ints(list(x.shape)))]
+    return [b.op("Reshape", shifted, _shape_of(b, x))]
+
+
+def _shape_of(b: Builder, x: ir.Value) -> ir.Value:
+    """The shape as a tensor, constant where it is static."""
+    shape = static_shape(x)
+    return b.op("Shape", x) if shape is None else b.ints(shape)
 
 
 def _mean_variance(b: Builder, node: ir.Node) -> list[ir.Value]:
@@ -84,8 +91,7 @@ def _lrn(b: Builder, node: ir.Node) -> list[ir.Value]:
         count_include_pad=1,
         strides=[1, 1],
     )
-    shape = b.op("Shape", x) if not x.shape.is_static() else b.ints(list(x.shape))
-    spread = b.op("Mul", b.op("Reshape", mean, shape), b.scalar(node.attributes.get_float("alpha", 1e-4), x))
+    spread = b.op("Mul", b.op("Reshape", mean, _shape_of(b, x)), b.scalar(node.attributes.get_float("alpha", 1e-4), x))
     base = b.op("Add", spread, b.scalar(node.attributes.get_float("bias", 1.0), x))
     return [b.op("Div", x, b.op("Pow", base, b.scalar(node.attributes.get_float("beta", 0.75), x)))]
 

@@ -115,7 +115,7 @@ def take_type(new: ir.Value, old: ir.Value) -> None:
     if old.dtype is not None:
         new.dtype = old.dtype
     if old.shape is not None:
-        new.shape = old.shape
+        new.shape = old.shape.copy()
 
 
 def static_shape(value: ir.Value) -> tuple[int, ...] | None:

@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from ortgraph.errors import PassError, SignatureError
 from ortgraph.graph import Names, Parameter, Signature, State, TrainingGraph
-from ortgraph.graph.edit import PHASE_KEY
+from ortgraph.graph.edit import PHASE_KEY, take_type
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.spec import COMPOSITE
 from ortgraph.optim.adamw import AdamW
@@ -173,7 +173,7 @@ class _Attach:
             beta1=settings.betas[0], beta2=settings.betas[1], epsilon=settings.eps, weight_decay=settings.weight_decay,
         )  # fmt: skip
         for value in made:
-            value.dtype, value.shape = weight.dtype, weight.shape.copy()  # type: ignore[union-attr]
+            take_type(value, weight)
         new = self._output(made[0], f"update/{parameter.name}")
         for (name, old), value, kind in zip(named, made[1:], kinds.values(), strict=True):
             self._keep(name, old, value, kind, parameter)

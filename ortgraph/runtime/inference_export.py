@@ -17,6 +17,7 @@ import onnx_ir as ir
 
 from ortgraph.errors import InputError
 from ortgraph.graph import Names, Signature, TrainingGraph, replace_value
+from ortgraph.graph.edit import take_type
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.expand import can_expand, expand_composites, expand_node
 from ortgraph.ops.spec import COMPOSITE
@@ -68,7 +69,7 @@ def _normalize_by_running_statistics(node: ir.Node, names: Names) -> None:
     build = Builder(node.graph, BY, before=node, origins=[node], names=names)  # type: ignore[arg-type]
     epsilon = node.attributes.get_float("epsilon", 1e-5)
     result = build.op("BatchNormalization", *node.inputs[:5], epsilon=epsilon, name=node.name or "")
-    result.dtype, result.shape = node.outputs[0].dtype, node.outputs[0].shape
+    take_type(result, node.outputs[0])
     replace_value(node.outputs[0], result)
 
 

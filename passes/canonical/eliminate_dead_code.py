@@ -69,7 +69,7 @@ def _trim(node: ir.Node, version: int, edit: Edit) -> int:
     if count < 2 or edit.is_read(node.outputs[-1]):
         return 0
     optional = spec_of(node).optional_outputs or _schema_optional(node.domain, node.op_type, version)
-    if is_standard(node, "BatchNormalization") and (version < 14 or node.attributes.get_int("training_mode", 0)):
+    if is_standard(node, "BatchNormalization") and (version < 14 or node.attributes.get_int("training_mode", 0) != 0):
         return 0
     keep = count
     while keep > 1 and keep - 1 in optional and not edit.is_read(node.outputs[keep - 1]):

@@ -9,6 +9,7 @@ from typing import ClassVar
 import onnx_ir as ir
 
 from ortgraph.graph import TrainingGraph
+from ortgraph.graph.edit import take_type
 from ortgraph.manager.base import Refusal
 from ortgraph.manager.rewrite import Match, RewritePass
 from ortgraph.ops.builder import Builder
@@ -63,7 +64,8 @@ class LiftBatchViews(RewritePass):
         assert a is not None and a.shape is not None and old.shape is not None
         options = {k: x.value for k, x in node.attributes.items()}
         made = build.op(node.op_type, a, b, domain=node.domain, **options)
-        made.shape, made.dtype = ir.Shape([*list(a.shape)[:-2], *list(old.shape)[-2:]]), old.dtype
+        take_type(made, old)
+        made.shape = ir.Shape([*list(a.shape)[:-2], *list(old.shape)[-2:]])
         back = build.op("Reshape", made, build.ints(reshape_dims(tuple(old.shape)) or []))
         back.shape = old.shape
         return [back]

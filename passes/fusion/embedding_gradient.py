@@ -89,14 +89,15 @@ def _rows_of_elements(node: ir.Node) -> ir.Value | str:
     table, indices, updates = node.inputs[:3]
     if attribute(node, "axis", 0) not in (0, -2):
         return f"scatters along axis {attribute(node, 'axis', 0)}, not along rows"
-    width = table.shape[1]  # type: ignore[union-attr, index]
-    if updates.shape is None or len(updates.shape) != 2 or updates.shape[1] != width:  # type: ignore[union-attr]
+    if table is None or table.shape is None or updates is None or updates.shape is None:
+        return "the updates are not whole rows"
+    if len(updates.shape) != 2 or updates.shape[1] != table.shape[1]:
         return "the updates are not whole rows"
     expand = producer_of(indices, "Expand")
     column = None if expand is None else expand.inputs[0]
     if column is None or column.shape is None or len(column.shape) != 2 or column.shape[1] != 1:
         return "the indices address elements, not whole rows"
-    if column.shape[0] != updates.shape[0]:  # type: ignore[union-attr, index]
+    if column.shape[0] != updates.shape[0]:
         return "the indices are broadcast over rows"
     return column
 

@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortgraph.graph import TrainingGraph
+from ortgraph.graph.edit import take_type
 from ortgraph.manager.base import Changes, Refusal
 from ortgraph.manager.rewrite import Match, RewritePass, Sweep
 from ortgraph.ops.builder import Builder
@@ -59,6 +60,7 @@ class FuseLayerNorm(RewritePass):
 
     def rewrite(self, build: Builder, match: Match) -> Sequence[ir.Value]:
         v, axis = match.values, match.facts["axis"]
+        assert isinstance(axis, int)
         if match.count == "gradient":
             inputs = [v[k] for k in ("dy", "x", "mean", "inv_std", "scale")]
             roles = match.facts["roles"]
@@ -70,7 +72,8 @@ class FuseLayerNorm(RewritePass):
             x, scale = v["x"], v["scale"]
             assert x is not None and x.shape is not None
             if scale is None:
-                scale = build.const(np.ones([int(d) for d in x.shape[axis:]]), FLOAT32, name="scale")  # type: ignore[index, misc, arg-type]
+                width = [d for d in x.shape[axis:] if isinstance(d, int)]
+                scale = build.const(np.ones(width), FLOAT32, name="scale")
             roles = match.facts["roles"]
             assert isinstance(roles, tuple)
             made = build.multi(
@@ -78,7 +81,7 @@ class FuseLayerNorm(RewritePass):
             )  # fmt: skip
         results = [made[i] for i in roles]
         for new, old in zip(results, match.outputs, strict=True):
-            new.shape, new.dtype = old.shape, old.dtype
+            take_type(new, old)
         return results
 
 

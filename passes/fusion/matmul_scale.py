@@ -61,7 +61,7 @@ class FuseMatmulScale(RewritePass):
         if dtype != FLOAT32:
             return f"element type {dtype}: alpha is a float32 and FusedMatMul runs in float32 only"
         product = _product(match)
-        alpha = match.facts["factor"] * attribute(product, "alpha", 1.0)  # type: ignore[operator]
+        alpha = match.facts["factor"] * attribute(product, "alpha", 1.0)
         if alpha == 0.0 or not abs(alpha) <= _LARGEST:
             return f"alpha would be {alpha}"
         if product is match.nodes[0]:
@@ -72,9 +72,9 @@ class FuseMatmulScale(RewritePass):
         product, inputs = _product(match), match.facts["inputs"]
         assert isinstance(inputs, list)
         options = {k: a.value for k, a in product.attributes.items()}
-        options["alpha"] = float(attribute(product, "alpha", 1.0) * match.facts["factor"])  # type: ignore[operator]
+        options["alpha"] = float(attribute(product, "alpha", 1.0) * match.facts["factor"])
         if given(product, 2) is not None:
-            options["beta"] = float(attribute(product, "beta", 1.0) * match.facts["beta"])  # type: ignore[operator]
+            options["beta"] = float(attribute(product, "beta", 1.0) * match.facts["beta"])
         is_matrix = all(rank(v) == 2 for v in inputs[:2]) and not any(k.startswith("transBatch") for k in options)
         if is_matrix:
             made = build.op("Gemm", *inputs, **options)

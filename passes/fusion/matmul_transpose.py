@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import onnx_ir as ir
 
@@ -85,17 +85,13 @@ class FuseMatmulTranspose(RewritePass):
         if "perm" in match.facts:
             a, b = dataclasses.replace(b, trans=not b.trans), dataclasses.replace(a, trans=not a.trans)
         left, right = (_operand(build, s) for s in (a, b))
-        trans = {"transA": int(a.trans) or None, "transB": int(b.trans) or None}
+        options: dict[str, Any] = {"alpha": _factor(node, "alpha")}
+        options |= {"transA": int(a.trans) or None, "transB": int(b.trans) or None}
         if _is_matrix(match):
             inputs = [left, right] if given(node, 2) is None else [left, right, given(node, 2)]
-            beta = _factor(node, "beta")
-            return [
-                _permuted(build, match, build.op("Gemm", *inputs, alpha=_factor(node, "alpha"), beta=beta, **trans))
-            ]
-        batch = {"transBatchA": int(a.batch) or None, "transBatchB": int(b.batch) or None}
-        made = build.op(
-            "FusedMatMul", left, right, domain=CONTRIB, alpha=_factor(node, "alpha"), **trans, **batch
-        )  # fmt: skip
+            return [_permuted(build, match, build.op("Gemm", *inputs, beta=_factor(node, "beta"), **options))]
+        options |= {"transBatchA": int(a.batch) or None, "transBatchB": int(b.batch) or None}
+        made = build.op("FusedMatMul", left, right, domain=CONTRIB, **options)
         recorded = node.outputs[0].shape
         if recorded is not None:
             made.shape = ir.Shape(_swapped(recorded)) if "perm" in match.facts else recorded

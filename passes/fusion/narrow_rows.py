@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import onnx_ir as ir
 
@@ -171,7 +171,7 @@ class _Rewrite:
             self._rows(build, v, plan.inputs[i]) if v is not None and i in plan.inputs else v
             for i, v in enumerate(node.inputs)
         ]
-        attributes = dict(node.attributes)
+        attributes: dict[str, Any] = dict(node.attributes)
         if op_key(node) == "Reshape":
             assert plan.rows is not None
             inputs[1] = build.ints(plan.rows.compact(_dims(node.outputs[0])))

@@ -102,7 +102,8 @@ def _added(gradient: ir.Node, graph: ir.Graph) -> Match | str | None:
     r = total.inputs[1] if total.inputs[0] is dx else total.inputs[0]
     assert r is not None
     maker = r.producer()
-    outputs, values = (total.outputs[0], *gradient.outputs[1:]), {"r": r}
+    outputs = (total.outputs[0], *gradient.outputs[1:])
+    values: dict[str, ir.Value | None] = {"r": r}
     if maker is None or _first_before(graph, gradient, [maker]) is not None:
         return Match((gradient, total), outputs, values, count="sums_after_gradients", at=gradient)
     early = _first_before(graph, total, [n for v in gradient.outputs[1:] for n in readers(v)])

@@ -50,7 +50,7 @@ class FuseMaskedSoftmax(KernelRewrite):
         scaled = with_constant(product) if product is not None else None
         if product is None or scaled is None or not same_shape(scaled[0], scores) or other_reader(scores, total):
             return Match((total, node), (node.outputs[0],), {"x": scores, "mask": mask}, {"scale": 1.0}, "masked")
-        values = {"x": scaled[0], "mask": mask}
+        values: dict[str, ir.Value | None] = {"x": scaled[0], "mask": mask}
         return Match((product, total, node), (node.outputs[0],), values, {"scale": scaled[1]}, "scaled_and_masked")
 
     def check(self, match: Match, graph: TrainingGraph) -> str | None:

@@ -42,7 +42,7 @@ def order_updates(
     for i, sources in enumerate(before):
         for j in sources:
             after[j].append(i)
-    model = _reached([given[p] for v in results if (p := v.producer()) in given], before)  # type: ignore[index]
+    model = _reached([given[p] for v in results if (p := v.producer()) in given], before)
     forward = given.get(loss.producer()) if loss is not None else None  # type: ignore[arg-type]
     _add_overwrites(live, pairs, given, before, after, () if forward is None else (forward,))
     waiting = [len(b) for b in before]
