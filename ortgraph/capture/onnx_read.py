@@ -46,8 +46,13 @@ def read_model(source: str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Mod
             )
         if not model.graph.outputs:
             raise ValueError("the graph has no outputs")
+        ir.external_data.load_to_model(model)  # the checker, and the graph once saved, know no other folder
     except InputError:
         raise
+    except OSError as error:
+        raise InputError(
+            f"{place}: its weights cannot be read ({error})", "keep the files of external data beside the .onnx file"
+        ) from error
     except Exception as error:  # noqa: BLE001 - protobuf and onnx_ir raise many types, each means "not ONNX"
         raise InputError(
             f"{place}: not a readable ONNX model ({error})", "give a file written by an ONNX exporter"

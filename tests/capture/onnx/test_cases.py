@@ -348,6 +348,24 @@ def test_folded_masks_and_scales_train_only_when_named(onnx_tools):
         from_onnx(model, "loss", ["w", "ma*"])
 
 
+def test_weights_in_a_file_beside_the_model(onnx_tools, tmp_path, monkeypatch):
+    """PyTorch's exporter writes weights to ``<name>.onnx.data``; the model may lie in any folder."""
+    text = HEAD + ", float[1,3] a) => (float loss) { h = MatMul(x, w) y = Mul(h, a)" + TAIL
+    model = onnx_tools.make_model(text, w=W, a=np.float32([[1, 2, 3]]))
+    want = onnx_tools.run_graph(from_onnx(model, "loss", ["w"]), BATCH)["w.grad"]
+    (tmp_path / "models").mkdir()
+    path = tmp_path / "models" / "forward.onnx"
+    onnx.save_model(model, path, save_as_external_data=True, location="forward.onnx.data", size_threshold=0)
+    monkeypatch.chdir(tmp_path)
+    graph = from_onnx("models/forward.onnx", "loss", ["w"])
+    np.testing.assert_array_equal(graph.values["w"], W)
+    graph.save("train.onnx")
+    (path.parent / "forward.onnx.data").unlink()
+    np.testing.assert_array_equal(onnx_tools.run_graph(load("train.onnx"), BATCH)["w.grad"], want)
+    with pytest.raises(InputError, match="forward.onnx: its weights cannot be read"):
+        from_onnx(path, "loss")
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [("absent.onnx", "no such file"), (b"not a model", "not a readable ONNX model"), (3, "takes a path")],
