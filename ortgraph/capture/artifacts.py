@@ -211,8 +211,8 @@ def write_artifacts(
 ) -> pathlib.Path:
     """Write an artifact folder that ``onnxruntime.training.api`` trains, atomically.
 
-    Composites are lowered to their reference expansions, but for Dropout and BatchNorm, which become the runtime's
-    own training operators (its Dropout draws from a hidden generator).
+    Composites are lowered to the runtime's own operators or to standard ones, whichever is cheaper; Dropout and
+    BatchNorm always become the runtime's training operators (its Dropout draws from a hidden generator).
 
     Args:
         graph: Before an optimizer is attached (stages captured, optimized, cast).

@@ -23,11 +23,13 @@ from ortgraph.capture.artifacts import (
 )
 from ortgraph.capture.onnx_joint import keep_outputs
 from ortgraph.errors import UnsupportedError
-from ortgraph.graph import Names, TrainingGraph, is_used, replace_value
+from ortgraph.graph import Names, TrainingGraph, is_used, replace_value, stamp
 from ortgraph.graph.edit import remove_node
+from ortgraph.graph.training_graph import METADATA_KEY
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.expand import expand_composites
 from ortgraph.ops.spec import COMPOSITE, CONTRIB, KERNELS
+from ortgraph.runtime.prepare import CLEAN, run_passes
 
 _IR_VERSION = 8  # of the small optimizer model; the runtime takes at most 10
 _ADAMW = {"alpha": 0.9, "beta": 0.999, "epsilon": 1e-8, "weight_decay": 0.01, "correct_bias": 1, "adam_mode": 0}
@@ -84,8 +86,9 @@ def training_model(graph: TrainingGraph) -> onnx.ModelProto:
     _runtime_dropouts(body, names)
     _runtime_batch_norms(body)
     _drop_states(twin)
-    expand_composites(twin)
     _seed_constant(body, signature.loss_gradient, names)
+    _lower(twin)
+    _divide_at_once(body)
     order = [signature.loss, *(n for n in signature.outputs if n != signature.loss)]
     outputs = {str(v.name): v for v in body.outputs}
     inputs = {str(v.name): v for v in body.inputs}
@@ -100,6 +103,38 @@ def training_model(graph: TrainingGraph) -> onnx.ModelProto:
     body.inputs[:] = [*data, *held, *buffers, reset]
     keep_outputs(body, list(body.outputs))
     return _serialize(twin)
+
+
+def _lower(twin: TrainingGraph) -> None:
+    """Composites become the runtime's operators or standard ones, whichever is cheaper; what they share is made once."""
+    del twin.model.metadata_props[METADATA_KEY]  # its roles no longer fit
+    run_passes(twin, f"lower{{kernels=false}},{CLEAN}")
+
+
+def _divide_at_once(body: ir.Graph) -> None:
+    """c * (1 / x) = c / x. ONNX Runtime 1.19.2 does this itself, and dies of it where c is a Cast."""
+    for node in list(body):
+        reader = _only_reader(node.outputs[0]) if node.op_type == "Div" and node.domain == "" else None
+        if reader is None or (reader.domain, reader.op_type) != ("", "Mul") or not _is_one(node.inputs[0]):
+            continue
+        factor = next((v for v in reader.inputs if v is not node.outputs[0]), None)
+        if factor is None:
+            continue
+        quotient = ir.node("Div", [factor, node.inputs[1]], name=reader.name)
+        stamp(quotient, "write-artifacts", [reader])
+        body.insert_before(reader, quotient)
+        _replace(reader, tuple(quotient.outputs))
+        remove_node(node)
+
+
+def _only_reader(value: ir.Value) -> ir.Node | None:
+    uses = list(value.uses())
+    return uses[0].node if len(uses) == 1 and not value.is_graph_output() else None
+
+
+def _is_one(value: ir.Value | None) -> bool:
+    tensor = None if value is None else value.const_value
+    return tensor is not None and tensor.size == 1 and len(tensor.shape) == 0 and float(tensor.numpy()) == 1.0
 
 
 def _accumulate(body: ir.Graph, parameter: str, gradient: ir.Value, reset: ir.Value, names: Names) -> ir.Value:

@@ -10,9 +10,11 @@ import numpy as np
 import onnx
 import pytest
 
+import ortgraph
 from ortgraph.capture.artifacts import OptimizerSpec, read_artifacts, write_artifacts
 from ortgraph.capture.from_onnx import from_onnx
 from ortgraph.errors import InputError, UnsupportedError
+from ortgraph.passes.pipelines import CANONICAL, FUSION, MATMUL
 
 api = pytest.importorskip("onnxruntime.training.api")
 artifacts = pytest.importorskip("onnxruntime.training.artifacts")
@@ -79,13 +81,16 @@ def _train(folder: pathlib.Path, micro_batches: int = 1) -> tuple[list[float], f
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_round_trip_trains_to_the_same_losses(optimizer, micro_batches, original, tmp_path):
+@pytest.mark.parametrize("passes", [None, CANONICAL, f"{CANONICAL},{FUSION},{CANONICAL},{MATMUL},mark-optimized"])
+def test_round_trip_trains_to_the_same_losses(optimizer, micro_batches, passes, original, tmp_path):
     source = original(optimizer)
     before = {p.name: p.read_bytes() for p in source.iterdir()}
     graph = read_artifacts(source)
     assert {p.name for p in graph.signature.trainable} == {"table", "scale", "bias", "w"}
     assert [p.name for p in graph.signature.parameters if not p.trainable] == ["fixed"]
     assert graph.signature.inputs == ("x", "labels")
+    if passes is not None:
+        graph = ortgraph.optimize(graph, passes, verify="types").graph
     written = write_artifacts(graph, tmp_path / "written")
     assert {p.name: p.read_bytes() for p in source.iterdir()} == before, "the input folder was touched"
     want, got = _train(_mended(source), micro_batches), _train(written, micro_batches)
@@ -95,6 +100,21 @@ def test_round_trip_trains_to_the_same_losses(optimizer, micro_batches, original
     for name, value in want[2].items():
         np.testing.assert_allclose(got[2][name], value, rtol=1e-4, atol=1e-5, err_msg=name)
     assert len(set(want[0])) > 4 * micro_batches - 1, "nothing was trained"
+
+
+def test_no_reciprocal_is_left_for_the_runtimes_div_mul_fusion(onnx_tools, tmp_path):
+    """ONNX Runtime 1.19.2 dies while it turns c * (1 / x) into c / x when c is a Cast: the model must not hold that."""
+    graph = from_onnx(_forward(onnx_tools), "cross_entropy", ["w"])
+    fused = ortgraph.optimize(graph, f"{CANONICAL},{FUSION}").graph
+    folder = write_artifacts(fused, tmp_path / "made")
+    model = onnx.load_model(folder / "training_model.onnx")
+    ones = {t.name for t in model.graph.initializer if not t.dims and onnx.numpy_helper.to_array(t) == 1.0}
+    inverse = {n.output[0] for n in model.graph.node if n.op_type == "Div" and n.input[0] in ones}
+    for name in inverse:
+        readers = [n.op_type for n in model.graph.node if name in n.input]
+        assert readers != ["Mul"], f"{name} = 1 / x is read by one product"
+    state = api.CheckpointState.load_checkpoint(str(folder / "checkpoint"))
+    api.Module(str(folder / "training_model.onnx"), state, str(folder / "eval_model.onnx"))
 
 
 def test_gradients_of_a_read_graph_equal_those_of_the_forward_model(original, onnx_tools):
