@@ -21,6 +21,7 @@ from ortgraph.ops.builder import Builder
 from ortgraph.ops.spec import COMPOSITE
 from ortgraph.passes.fusion.elementwise import evaluate, is_elementwise
 from ortgraph.passes.fusion.operands import FLOATS, same_shape, scalar
+from ortgraph.passes.fusion.region import nodes_behind, nodes_between
 
 MAX_NODES = 48  # the longest form met (gradient builder on tanh GELU) has 31
 TOLERANCE = 3e-7  # float32 constants carry 6e-8, which a steep point multiplies a few times
@@ -122,36 +123,11 @@ class Region:
 
     def __init__(self, root: ir.Node) -> None:
         self.root = root.outputs[0]
-        self.nodes: list[ir.Node] = []
-        self.order: dict[ir.Value, int] = {}
-        self._grow(root)
+        self.nodes = nodes_behind(root, self.operands, self._takes, MAX_NODES)
+        self.order = {node.outputs[0]: i for i, node in enumerate(self.nodes)}
         self.op_types = frozenset(n.op_type for n in self.nodes)
         leaves = {v for n in self.nodes for v in self.operands(n) if v not in self.order}
         self.leaf_makers = frozenset(p.op_type for v in leaves if (p := v.producer()) is not None)
-
-    def _grow(self, root: ir.Node) -> None:
-        found: list[ir.Node] = []
-        seen = {root}
-        wave = [root]
-        while wave and len(found) < MAX_NODES:
-            node = wave.pop(0)
-            found.append(node)
-            for value in self.operands(node):
-                producer = value.producer()
-                if producer is not None and producer not in seen and self._takes(producer):
-                    seen.add(producer)
-                    wave.append(producer)
-        chosen, done = set(found), set()
-        stack = [(root, False)]
-        while stack:
-            node, expanded = stack.pop()
-            if expanded:
-                self.order[node.outputs[0]] = len(self.nodes)
-                self.nodes.append(node)
-            elif node not in done:
-                done.add(node)
-                stack.append((node, True))
-                stack += [(p, False) for v in self.operands(node) if (p := v.producer()) in chosen and p not in done]
 
     def _takes(self, node: ir.Node) -> bool:
         if not is_elementwise(node) or not same_shape(node.outputs[0], self.root):
@@ -184,15 +160,7 @@ class Region:
 
     def inside(self, cut: Sequence[ir.Value]) -> tuple[ir.Node, ...]:
         """Nodes between the cut and the root, in order."""
-        wanted, stack = set(), [self.root]
-        while stack:
-            value = stack.pop()
-            node = value.producer()
-            if value in cut or node is None or node in wanted or value not in self.order:
-                continue
-            wanted.add(node)
-            stack += self.operands(node)
-        return tuple(n for n in self.nodes if n in wanted)
+        return nodes_between(cut, self.root, self.order, self.operands)
 
 
 def _cuts(region: Region, sources: int) -> Iterator[tuple[ir.Value, ...]]:

@@ -16,6 +16,7 @@ import onnx_ir as ir
 from ortgraph.ops.shapes import attribute
 from ortgraph.passes.fusion.elementwise import evaluate, is_elementwise
 from ortgraph.passes.fusion.operands import axes_of, same_shape, scalar
+from ortgraph.passes.fusion.region import nodes_behind, nodes_between
 
 MAX_NODES = 40
 TOLERANCE = 1e-6
@@ -135,30 +136,11 @@ class RowRegion:
         first = self.root.producer()
         if first is None or not self._takes(first):
             return
-        found: list[ir.Node] = []
-        wave, seen = [first], {first}
-        while wave and len(found) < MAX_NODES:
-            node = wave.pop(0)
-            found.append(node)
-            for value in self.operands(node):
-                producer = value.producer()
-                if value not in self.closed and producer is not None and producer not in seen and self._takes(producer):
-                    seen.add(producer)
-                    wave.append(producer)
-        chosen, done = set(found), set()
-        stack = [(first, False)]
-        while stack:
-            node, expanded = stack.pop()
-            if expanded:
-                self.order[node.outputs[0]] = len(self.nodes)
-                self.nodes.append(node)
-                continue
-            if node in done:
-                continue
-            done.add(node)
-            stack.append((node, True))
-            inner = (v.producer() for v in self.operands(node) if v not in self.closed)
-            stack += [(p, False) for p in inner if p in chosen and p not in done]
+        self.nodes = nodes_behind(first, self._opened, self._takes, MAX_NODES)
+        self.order = {node.outputs[0]: i for i, node in enumerate(self.nodes)}
+
+    def _opened(self, node: ir.Node) -> list[ir.Value]:
+        return [v for v in self.operands(node) if v not in self.closed]
 
     def cuts(self) -> Iterator[tuple[ir.Value, ...]]:
         """Cuts with one unknown full value, which comes first; rows and closed values follow, in a fixed order.
@@ -188,15 +170,7 @@ class RowRegion:
 
     def inside(self, cut: Sequence[ir.Value]) -> tuple[ir.Node, ...]:
         """Nodes between the cut and the root, in order."""
-        wanted, stack = set(), [self.root]
-        while stack:
-            value = stack.pop()
-            node = value.producer()
-            if value in cut or node is None or node in wanted or value not in self.order:
-                continue
-            wanted.add(node)
-            stack += self.operands(node)
-        return tuple(n for n in self.nodes if n in wanted)
+        return nodes_between(cut, self.root, self.order, self.operands)
 
     def evaluate(self, value: ir.Value, sources: Mapping[ir.Value, np.ndarray]) -> np.ndarray:
         """The value on the sample matrix, full values as [ROWS, width]."""
