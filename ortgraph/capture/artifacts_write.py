@@ -23,7 +23,7 @@ from ortgraph.capture.artifacts import (
 )
 from ortgraph.capture.onnx_joint import keep_outputs
 from ortgraph.errors import UnsupportedError
-from ortgraph.graph import Names, TrainingGraph, is_used, replace_value, stamp
+from ortgraph.graph import Names, TrainingGraph, is_used, replace_value
 from ortgraph.graph.edit import remove_node
 from ortgraph.graph.training_graph import METADATA_KEY
 from ortgraph.ops.builder import Builder
@@ -88,7 +88,7 @@ def training_model(graph: TrainingGraph) -> onnx.ModelProto:
     _drop_states(twin)
     _seed_constant(body, signature.loss_gradient, names)
     _lower(twin)
-    _divide_at_once(body)
+    _divide_at_once(body, names)
     order = [signature.loss, *(n for n in signature.outputs if n != signature.loss)]
     outputs = {str(v.name): v for v in body.outputs}
     inputs = {str(v.name): v for v in body.inputs}
@@ -111,7 +111,7 @@ def _lower(twin: TrainingGraph) -> None:
     run_passes(twin, f"lower{{kernels=false}},{CLEAN}")
 
 
-def _divide_at_once(body: ir.Graph) -> None:
+def _divide_at_once(body: ir.Graph, names: Names) -> None:
     """c * (1 / x) = c / x. ONNX Runtime 1.19.2 does this itself, and dies of it where c is a Cast."""
     for node in list(body):
         reader = _only_reader(node.outputs[0]) if node.op_type == "Div" and node.domain == "" else None
@@ -120,10 +120,8 @@ def _divide_at_once(body: ir.Graph) -> None:
         factor = next((v for v in reader.inputs if v is not node.outputs[0]), None)
         if factor is None:
             continue
-        quotient = ir.node("Div", [factor, node.inputs[1]], name=reader.name)
-        stamp(quotient, "write-artifacts", [reader])
-        body.insert_before(reader, quotient)
-        _replace(reader, tuple(quotient.outputs))
+        build = Builder(body, "write-artifacts", before=reader, origins=[reader], names=names)
+        _replace(reader, (build.op("Div", factor, node.inputs[1]),))
         remove_node(node)
 
 
@@ -237,6 +235,7 @@ def evaluation_model(graph: TrainingGraph) -> onnx.ModelProto:
     for node in list(body):
         _evaluation_form(body, node, names)
     expand_composites(twin)
+    _divide_at_once(body, names)
     keep_outputs(body, list(body.outputs))
     held = {*signature.inputs, *(p.name for p in signature.parameters), *(b.name for b in signature.buffers)}
     body.inputs[:] = [v for v in body.inputs if v.name in held]
