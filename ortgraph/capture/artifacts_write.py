@@ -131,7 +131,7 @@ def _only_reader(value: ir.Value) -> ir.Node | None:
 
 
 def _is_one(value: ir.Value | None) -> bool:
-    tensor = None if value is None else value.const_value
+    tensor = None if value is None else ir.convenience.get_const_tensor(value)
     return tensor is not None and tensor.size == 1 and len(tensor.shape) == 0 and float(tensor.numpy()) == 1.0
 
 
