@@ -22,7 +22,8 @@ __all__ = ["Comparison", "compare", "example_batch", "reference_form", "relative
 # Rewrites re-associate float32 sums; 1e-4 is the design's bound where a float64 reference is too dear.
 GRADIENT_TOLERANCE = 1e-4
 LOSS_TOLERANCE = 1e-5
-_NOISE = 10  # two ways to round differ by a few times what one differs from itself
+_NOISE = 10  # rounding happens at every operator, the noise is measured for that of the weights alone
+_PERTURBATIONS = 2
 _RATE = 0.1  # large enough that an update is no rounding error of the weight
 _UPDATE_FLOOR = 1e-3  # updates are measured against at least this part of the weight's norm
 
@@ -81,39 +82,79 @@ def relative_errors(
     for name, reference in want.items():
         if name not in got:
             raise VerificationError(f"gradient of %{name} is missing", "check the signature")
-        rounding = _NOISE * (noise or {}).get(name, 0.0) / GRADIENT_TOLERANCE
+        rounding = _NOISE * _finite((noise or {}).get(name, 0.0)) / GRADIENT_TOLERANCE
         errors[name] = _error(got[name], reference, max(norms[name], floor, rounding))
     return errors
 
 
-def _rounding(
-    session: TrainingSession, batch: Mapping[str, np.ndarray], want: Mapping[str, np.ndarray]
-) -> dict[str, float]:
-    """Rounding error of each gradient: gradients are linear in the seed, their rounding is not."""
-    noise = dict.fromkeys(want, 0.0)
-    if session.signature.loss_gradient is None:
-        return noise
-    for seed in (3.0, 0.7):
-        scaled = session.gradients(batch, loss_gradient=seed)
-        for name, value in want.items():
-            difference = scaled[name] / np.float32(seed) - value
-            noise[name] = max(noise[name], _norm(np.where(np.isfinite(difference), difference, 0)))
-    return noise
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """What one graph makes of a batch."""
+
+    loss: float
+    gradients: dict[str, np.ndarray]
+    values: dict[str, np.ndarray]
+
+    @staticmethod
+    def of(session: TrainingSession, batch: Mapping[str, np.ndarray]) -> _Run:
+        return _Run(float(session.loss(batch)), session.gradients(batch), session.results(batch))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Noise:
+    """How far rounding carries each result of the reference: its change when every weight moves by one unit in the
+    last place. Where this is large (a variance near zero), two right ways to compute differ as much."""
+
+    loss: float
+    gradients: dict[str, float]
+    values: dict[str, float]
+
+    @staticmethod
+    def of(session: TrainingSession, batch: Mapping[str, np.ndarray], run: _Run) -> _Noise:
+        loss, gradients, values = 0.0, dict.fromkeys(run.gradients, 0.0), dict.fromkeys(run.values, 0.0)
+        before, rng = session.state_dict(), np.random.default_rng(0)
+        for _ in range(_PERTURBATIONS):
+            session.load_state_dict(_moved(session, before, rng))
+            other = _Run.of(session, batch)
+            loss = max(loss, _distance(np.array(other.loss), np.array(run.loss)))
+            gradients = {k: max(n, _distance(other.gradients[k], run.gradients[k])) for k, n in gradients.items()}
+            values = {k: max(n, _distance(other.values[k], run.values[k])) for k, n in values.items()}
+        session.load_state_dict(before)
+        return _Noise(loss, gradients, values)
+
+
+def _moved(
+    session: TrainingSession, state: Mapping[str, np.ndarray], rng: np.random.Generator
+) -> dict[str, np.ndarray]:
+    """Every float parameter moved to a neighbouring number; tied names alike."""
+    moved = dict(state)
+    for p in session.signature.parameters:
+        value = state[p.name]
+        if value.dtype not in (np.float32, np.float64):
+            continue
+        towards = np.where(rng.random(value.shape) < 0.5, -np.inf, np.inf).astype(value.dtype)
+        new = np.asarray(np.where(value == 0, value, np.nextafter(value, towards)), value.dtype)
+        moved |= dict.fromkeys((p.name, *p.tied), new)
+    return moved
 
 
 def _norm(array: np.ndarray) -> float:
     return float(np.linalg.norm(np.asarray(array, np.float64)))
 
 
-def _error(got: np.ndarray, want: np.ndarray, size: float) -> float:
-    """|got - want| / size; infinite where only one of them is finite."""
-    if np.shape(got) != np.shape(want):
-        return float("inf")
+def _distance(got: np.ndarray, want: np.ndarray) -> float:
+    """|got - want|; infinite where only one of them is finite."""
     a, b = np.asarray(got, np.float64), np.asarray(want, np.float64)
     same = (a == b) | (np.isnan(a) & np.isnan(b))
-    error = _norm(np.where(same, 0, a - np.where(same, 0, b))) if not same.all() else 0.0
-    error = error / max(size, 1e-30)
-    return error if np.isfinite(error) else float("inf")
+    distance = 0.0 if same.all() else _norm(np.where(same, 0, a - np.where(same, 0, b)))
+    return distance if np.isfinite(distance) else float("inf")
+
+
+def _error(got: np.ndarray, want: np.ndarray, size: float) -> float:
+    """|got - want| / size."""
+    if np.shape(got) != np.shape(want):
+        return float("inf")
+    return _distance(got, want) / max(size, 1e-30)
 
 
 def reference_form(graph: TrainingGraph) -> TrainingGraph:
@@ -147,11 +188,17 @@ def compare(
         _fill_states(session)
         sessions.append(session)
     theirs, mine = sessions
-    want_loss, loss = float(theirs.loss(batch)), float(mine.loss(batch))
-    want = theirs.gradients(batch)
-    gradients = relative_errors(mine.gradients(batch), want, _rounding(theirs, batch, want))
-    values = _compare_values(theirs, mine, batch)
-    return Comparison(_error(np.array(loss), np.array(want_loss), max(abs(want_loss), 1e-6)), gradients, values)
+    want = _Run.of(theirs, batch)
+    noise = _Noise.of(theirs, batch, want)
+    got = _Run.of(mine, batch)
+    gradients = relative_errors(got.gradients, want.gradients, noise.gradients)
+    size = max(abs(want.loss), 1e-6, _NOISE * _finite(noise.loss) / LOSS_TOLERANCE)
+    loss = _error(np.array(got.loss), np.array(want.loss), size)
+    return Comparison(loss, gradients, _compare_values(want, noise, got, mine, batch))
+
+
+def _finite(noise: float) -> float:
+    return noise if np.isfinite(noise) else 0.0
 
 
 def _with_optimizer(reference: TrainingGraph, graph: TrainingGraph) -> TrainingGraph:
@@ -188,35 +235,39 @@ def _fill_states(session: TrainingSession) -> None:
 
 
 def _compare_values(
-    theirs: TrainingSession, mine: TrainingSession, batch: Mapping[str, np.ndarray]
+    want: _Run, noise: _Noise, got: _Run, mine: TrainingSession, batch: Mapping[str, np.ndarray]
 ) -> dict[str, float]:
     """Differences of model outputs and new values; what a step of ``mine`` leaves behind is compared, too."""
-    want, got = theirs.results(batch), mine.results(batch)
     signature = mine.signature
-    skip = {theirs.signature.loss, *theirs.signature.gradients.values()}
-    before = {p.update: p.name for p in signature.parameters if p.update is not None}
-    old = {**mine.state_dict(), **mine.optimizer_state_dict()}
-    errors = {}
-    for name in want:
-        if name in got and name not in skip:
-            errors[name] = _value_error(got[name], want[name], old.get(before.get(name, "")))
+    skip = {signature.loss, *signature.gradients.values()}
+    weights = {p.update: p.name for p in signature.parameters if p.update is not None}
+    old = mine.state_dict()
+    names = [n for n in want.values if n in got.values and n not in skip]
+    sizes = {
+        n: max(
+            _size(want.values[n], old.get(weights.get(n, ""))), _NOISE * _finite(noise.values[n]) / GRADIENT_TOLERANCE
+        )
+        for n in names
+    }
+    errors = {n: _error(got.values[n], want.values[n], sizes[n]) for n in names}
     if not mine.has_optimizer:
         return errors
-    states = {s.output: s.name for s in signature.states if s.output is not None and s.kind != "accumulator"}
+    stored = {s.output: s.name for s in signature.states if s.output is not None and s.kind != "accumulator"}
+    stored |= weights | {b.update: b.name for b in signature.buffers if b.update is not None}
     mine.step(batch)
     now = {**mine.optimizer_state_dict(), **mine.state_dict()}
-    for name, stored in (*before.items(), *states.items(), *((b.update or "", b.name) for b in signature.buffers)):
-        if name in want:
-            left = _value_error(now[stored], want[name], old.get(before.get(name, "")))
-            errors[name] = max(errors[name], left)
+    for name in names:
+        if name in stored:
+            errors[name] = max(errors[name], _error(now[stored[name]], want.values[name], sizes[name]))
     return errors
 
 
-def _value_error(got: np.ndarray, want: np.ndarray, old: np.ndarray | None) -> float:
+def _size(want: np.ndarray, old: np.ndarray | None) -> float:
+    """Norm of a value, for a parameter that of its change."""
     finite = np.where(np.isfinite(want), want, 0)
-    if old is None or old.shape != np.shape(want):
-        return _error(got, want, _norm(finite))
-    return _error(got, want, max(_norm(np.where(finite == 0, 0, finite - old)), _UPDATE_FLOOR * _norm(old)))
+    if old is None:
+        return _norm(finite)
+    return max(_norm(np.where(np.isfinite(want), finite - old, 0)), _UPDATE_FLOOR * _norm(old))
 
 
 def require_equal(
