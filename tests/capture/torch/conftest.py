@@ -133,3 +133,34 @@ def check_capture() -> Callable[..., TrainingGraph]:
 def run_captured() -> Callable[..., list[dict[str, np.ndarray]]]:
     """``run_graph`` for tests."""
     return run_graph
+
+
+class Plain(torch.nn.Module):
+    """Scores only; the loss comes from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(5, 8), torch.nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        h = torch.relu(self.first(x))
+        return self.second(h if scale is None else h * scale)
+
+
+@pytest.fixture
+def plain() -> torch.nn.Module:
+    """A module that returns scores only: 5 features in, 3 classes out."""
+    return Plain()
+
+
+@pytest.fixture
+def plain_loss() -> Callable[[torch.nn.Module, dict[str, Any]], torch.Tensor]:
+    """The loss of ``plain`` on a batch with items x and target."""
+    return lambda module, batch: torch.nn.functional.cross_entropy(module(batch["x"]), batch["target"])
+
+
+@pytest.fixture
+def scores() -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
+    """``plain`` with fixed weights, features and classes."""
+    torch.manual_seed(0)
+    return Plain(), torch.randn(4, 5), torch.tensor([0, 2, 1, 1])

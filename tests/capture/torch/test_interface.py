@@ -11,33 +11,10 @@ from torch.nn import functional as F
 import ortgraph
 from ortgraph.graph.verify import verify
 
-
-class Plain(nn.Module):
-    """Scores only; the loss comes from outside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(5, 8), nn.Linear(8, 3)
-
-    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        h = torch.relu(self.first(x))
-        return self.second(h if scale is None else h * scale)
-
-
-def plain_loss(module: nn.Module, batch: dict) -> torch.Tensor:
-    return F.cross_entropy(module(batch["x"]), batch["target"])
-
-
-@pytest.fixture
-def scores() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    torch.manual_seed(0)
-    return Plain(), torch.randn(4, 5), torch.tensor([0, 2, 1, 1])
-
-
 # --- batches and losses -----------------------------------------------------------------------------------------
 
 
-def test_criterion_module_takes_the_last_item(check_capture, scores):
+def test_criterion_module_takes_the_last_item(check_capture, scores, plain_loss):
     module, x, y = scores
     graph = ortgraph.capture(module, (x, y), loss=nn.CrossEntropyLoss())
     assert graph.signature.inputs == ("x", "target") and graph.signature.outputs == ("output",)
@@ -121,10 +98,9 @@ def test_tuple_results(run_captured, loss, which):
     assert run_captured(graph, feed)[0]["loss"] == pytest.approx(module(**nested())[which].item(), rel=1e-5)
 
 
-def test_one_tensor_and_numpy_batches():
-    module = Plain()
+def test_one_tensor_and_numpy_batches(plain):
     for batch in (torch.ones(2, 5), np.ones((2, 5), np.float32), [torch.ones(2, 5)]):
-        assert ortgraph.capture(module, batch, loss=lambda o: o.sum()).signature.inputs == ("x",)
+        assert ortgraph.capture(plain, batch, loss=lambda o: o.sum()).signature.inputs == ("x",)
 
 
 class Output(nn.Module):

@@ -16,29 +16,6 @@ import ortgraph
 from ortgraph.graph.edit import MODULE_KEY, PASS_KEY, PHASE_KEY, SOURCE_KEY
 from ortgraph.graph.verify import verify
 
-
-class Plain(nn.Module):
-    """Scores only; the loss comes from outside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(5, 8), nn.Linear(8, 3)
-
-    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        h = torch.relu(self.first(x))
-        return self.second(h if scale is None else h * scale)
-
-
-def plain_loss(module: nn.Module, batch: dict) -> torch.Tensor:
-    return F.cross_entropy(module(batch["x"]), batch["target"])
-
-
-@pytest.fixture
-def scores() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    torch.manual_seed(0)
-    return Plain(), torch.randn(4, 5), torch.tensor([0, 2, 1, 1])
-
-
 # --- roles -------------------------------------------------------------------------------------------------------
 
 
@@ -85,12 +62,11 @@ def test_roles(check_capture, run_captured):
     np.testing.assert_array_equal(graph.values["embed.weight"], module.embed.weight.detach().numpy())
 
 
-def test_values_are_copies():
-    module = Plain()
-    graph = ortgraph.capture(module, torch.ones(2, 5), loss=lambda o: o.sum())
+def test_values_are_copies(plain):
+    graph = ortgraph.capture(plain, torch.ones(2, 5), loss=lambda o: o.sum())
     before = graph.values["first.weight"].copy()
     with torch.no_grad():
-        module.first.weight.zero_()
+        plain.first.weight.zero_()
     np.testing.assert_array_equal(graph.values["first.weight"], before)
 
 
@@ -269,7 +245,7 @@ def test_nodes_know_module_source_and_phase(scores):
     gemms = [n for n in nodes if n.op_type == "Gemm"]
     assert [n.metadata_props[MODULE_KEY] for n in gemms] == ["first", "second"]
     relu_grad = next(n for n in nodes if n.op_type == "ReluGrad")
-    assert "test_roles.py:" in relu_grad.metadata_props[SOURCE_KEY]
+    assert "conftest.py:" in relu_grad.metadata_props[SOURCE_KEY]  # where the module stands
     backward = {n.metadata_props.get(MODULE_KEY) for n in nodes if n.metadata_props[PHASE_KEY] == "backward"}
     assert {"first", "second"} <= backward
 
@@ -280,7 +256,7 @@ def test_text_is_stable(scores):
     assert len(texts) == 1
 
 
-def test_opset_and_file_round_trip(check_capture, run_captured, tmp_path, scores):
+def test_opset_and_file_round_trip(check_capture, run_captured, tmp_path, scores, plain_loss):
     module, x, y = scores
     batch = {"x": x, "target": y}
     graph = check_capture(module, batch, loss=nn.CrossEntropyLoss(), loss_of=plain_loss, opset=21)
