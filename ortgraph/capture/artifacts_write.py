@@ -32,7 +32,6 @@ from ortgraph.ops.spec import COMPOSITE, CONTRIB, KERNELS
 from ortgraph.runtime.prepare import CLEAN, run_passes
 
 _IR_VERSION = 8  # of the small optimizer model; the runtime takes at most 10
-_ADAMW = {"alpha": 0.9, "beta": 0.999, "epsilon": 1e-8, "weight_decay": 0.01, "correct_bias": 1, "adam_mode": 0}
 _RANDOM = ("random_key", "random_step")
 
 

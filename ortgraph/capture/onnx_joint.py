@@ -18,7 +18,6 @@ from ortgraph.graph import Names, stamp
 from ortgraph.graph.edit import PHASE_KEY, add_constant
 
 BY = "differentiate"
-_VALUE = re.compile(r"^v(\d+)$")
 _GRADIENT = re.compile(r"^v(\d+)_grad$")
 
 

@@ -185,7 +185,6 @@ _UNARY = {
     "sign": "Sign", "reciprocal": "Reciprocal", "asin": "Asin", "acos": "Acos", "atan": "Atan", "sinh": "Sinh",
     "cosh": "Cosh", "asinh": "Asinh", "acosh": "Acosh", "atanh": "Atanh", "isnan": "IsNaN", "isinf": "IsInf",
 }  # fmt: skip
-_KEEPS_INTEGERS = {"neg", "abs", "sign"}
 
 
 def _unary(aten: str, op_type: str) -> Any:
