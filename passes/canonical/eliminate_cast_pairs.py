@@ -10,7 +10,7 @@ import onnx_ir as ir
 from ortgraph.graph import TrainingGraph
 from ortgraph.graph.edit import stamp
 from ortgraph.manager.base import Changes, GraphPass, Refusal
-from ortgraph.passes.canonical.values import BEFORE_PLAN, Edit, is_standard
+from ortgraph.passes.canonical.values import BEFORE_PLAN, Edit, behind
 
 # Whether negative values exist, and bits of the magnitude.
 _INTEGERS = {
@@ -61,7 +61,7 @@ class EliminateCastPairs(GraphPass):
         changes = Changes()
         bypassed: list[ir.Node] = []
         for node in graph.graph:
-            inner = _inner_cast(node)
+            inner = behind(node, "Cast")
             if inner is None or not edit.is_read(node.outputs[0]):
                 continue
             source = inner.inputs[0]
@@ -81,13 +81,6 @@ class EliminateCastPairs(GraphPass):
             bypassed.append(inner)
         edit.prune(bypassed)
         return changes
-
-
-def _inner_cast(node: ir.Node) -> ir.Node | None:
-    if not is_standard(node, "Cast") or node.inputs[0] is None:
-        return None
-    inner = node.inputs[0].producer()
-    return inner if inner is not None and inner.graph is node.graph and is_standard(inner, "Cast") else None
 
 
 def _refusal(node: ir.Node, inner: ir.Node, source: ir.Value) -> str | None:

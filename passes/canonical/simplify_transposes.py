@@ -10,7 +10,7 @@ import onnx_ir as ir
 from ortgraph.graph import TrainingGraph
 from ortgraph.graph.edit import stamp
 from ortgraph.manager.base import Changes, GraphPass, Refusal
-from ortgraph.passes.canonical.values import BEFORE_PLAN, Edit, is_standard
+from ortgraph.passes.canonical.values import BEFORE_PLAN, Edit, behind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class SimplifyTransposes(GraphPass):
         changes = Changes()
         bypassed: list[ir.Node] = []
         for node in graph.graph:
-            inner = _inner_transpose(node)
+            inner = behind(node, "Transpose")
             if inner is None or not edit.is_read(node.outputs[0]):
                 continue
             source, first, second = inner.inputs[0], _perm(inner), _perm(node)
@@ -58,15 +58,6 @@ class SimplifyTransposes(GraphPass):
             bypassed.append(inner)
         edit.prune(bypassed)
         return changes
-
-
-def _inner_transpose(node: ir.Node) -> ir.Node | None:
-    if not is_standard(node, "Transpose") or node.inputs[0] is None:
-        return None
-    inner = node.inputs[0].producer()
-    if inner is None or inner.graph is not node.graph or not is_standard(inner, "Transpose"):
-        return None
-    return inner if inner.inputs[0] is not None else None
 
 
 def _perm(node: ir.Node) -> tuple[int, ...] | None:

@@ -89,6 +89,16 @@ def same_shape(a: ir.Value, b: ir.Value) -> bool:
     return shape is not None and shape == dims(b)
 
 
+def behind(node: ir.Node, op_type: str) -> ir.Node | None:
+    """For a standard ``op_type`` node: the node of the same operator, in the same graph, whose result it reads."""
+    if not is_standard(node, op_type) or node.inputs[0] is None:
+        return None
+    inner = node.inputs[0].producer()
+    if inner is None or inner.graph is not node.graph or not is_standard(inner, op_type):
+        return None
+    return inner if inner.inputs[0] is not None else None
+
+
 class Edit:
     """Edits of one graph by one pass run: linear in the number of edits, safe for subgraphs and output names.
 
