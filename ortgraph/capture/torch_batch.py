@@ -159,7 +159,7 @@ def _positional(
             kind = type(module).__name__
             raise InputError(
                 f"{kind}.forward() takes {len(names)} positional arguments, the batch gives {len(given)}",
-                "leave some out, or give a loss that uses them",
+                "leave some out, or give a loss that uses them, such as loss=torch.nn.CrossEntropyLoss()",
             )
     return tuple(withheld), labels
 
@@ -175,6 +175,11 @@ def read_dynamic(batch: Batch, dynamic: Mapping[str, Any] | None) -> tuple[dict[
     Raises:
         InputError: An unknown input, a dimension that it does not have, or a name that is no identifier.
     """
+    if dynamic is not None and not isinstance(dynamic, Mapping):
+        raise InputError(
+            f"dynamic is {type(dynamic).__name__}, not a dict by input name",
+            f"dynamic={{{batch.names[0]!r}: {{0: 'batch'}}}}",
+        )
     found: list[dict[int, str]] = [{} for _ in batch.names]
     for name, axes in (dynamic or {}).items():
         if name not in batch.names:

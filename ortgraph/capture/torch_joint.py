@@ -8,6 +8,8 @@ import io
 import logging
 import re
 import sys
+import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +21,12 @@ from ortgraph.capture.torch_source import user_frame, user_path
 from ortgraph.errors import CaptureError, OrtgraphError
 
 _DIMENSION = re.compile(r"L\['tensors'\]\[(\d+)\]\.size\(\)\[(\d+)\]")
+
+# PyTorch's loggers that repeat, with a traceback, what the error says
+_LOUD = {
+    "torch.fx.experimental.symbolic_shapes": logging.ERROR,
+    "torch._subclasses.fake_tensor": logging.CRITICAL,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,8 +225,8 @@ def _refusal(error: Exception, by: str, names: Sequence[str]) -> CaptureError:
     elif "Constraints violated" in text or "specialized" in sentence:
         hint = "leave this dimension out of dynamic=, or change the code that fixes it"
     else:
-        hint = "run module(*batch) alone first; if that works, simplify the code at this place"
-    place = user_frame(text)
+        hint = "run the module on this batch alone first; if that works, simplify the code at this place"
+    place = user_frame(text) or user_frame("".join(traceback.format_tb(error.__traceback__)))
     return CaptureError(f"{by} cannot trace the module{' at ' + place if place else ''}: {sentence} ({kind})", hint)
 
 
@@ -238,15 +246,19 @@ def _tracing() -> Iterator[None]:
     oneDNN's recurrent layers would stay opaque operators, so it is off. On failure PyTorch logs and prints the whole
     graph beside the error; the error says what is needed. On success nothing printed is lost.
     """
-    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    levels = {logging.getLogger(name): level for name, level in _LOUD.items()}
+    before = {logger: logger.level for logger in levels}
     mkldnn: Any = torch.backends.mkldnn
-    level, onednn, said = logger.level, mkldnn.enabled, io.StringIO()
-    logger.setLevel(logging.ERROR)
+    onednn, said = mkldnn.enabled, io.StringIO()
+    for logger, level in levels.items():
+        logger.setLevel(level)
     mkldnn.enabled = False
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(said), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*_flat_weights.* were assigned during export")  # nn.LSTM's own
             yield
     finally:
         mkldnn.enabled = onednn
-        logger.setLevel(level)
+        for logger, level in before.items():
+            logger.setLevel(level)
     sys.stderr.write(said.getvalue())

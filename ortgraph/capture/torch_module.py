@@ -115,7 +115,10 @@ def _loss_of(
         value, name = _own_loss(outputs, named)
     elif isinstance(loss, str):
         if loss not in named:
-            raise InputError(f"loss={loss!r} is not an output of the module; it has {list(named)}", "name one of these")
+            raise InputError(
+                f"loss={loss!r} is not an output of the module; it has {list(named)}",
+                "name one of these, or give a callable: loss=torch.nn.CrossEntropyLoss()",
+            )
         value, name = named[loss], loss
     elif isinstance(loss, int):
         if not isinstance(outputs, (tuple, list)) or not -len(outputs) <= loss < len(outputs):

@@ -71,6 +71,8 @@ def _batch_norm_training(
     if not training:
         frozen = _batch_norm_frozen(t, input, weight, bias, running_mean, running_var, eps)
         return frozen, None, None, running_mean, running_var
+    if input.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
+        raise t.unsupported(f"BatchNorm in {input.dtype}", "train in float32: module.float()")
     scale, shift = _affine(t, input, weight, bias)
     y, mean, var, saved_mean, saved_invstd = t.composites(
         "BatchNorm", input, scale, shift, running_mean, running_var, outputs=5, epsilon=eps, momentum=momentum

@@ -38,7 +38,7 @@ def user_frame(trace: str) -> str:
     The file is given by its two last parts, so that a graph's text does not depend on where things are installed.
     """
     frames = [(m["file"], m["line"]) for m in _FRAME.finditer(trace)]
-    own = [f for f in frames if not f[0].startswith(_FOREIGN)]
+    own = [f for f in frames if not f[0].startswith((*_FOREIGN, "<string>", "<eval_with_key>"))]
     if not own:
         return ""
     file, line = own[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -42,10 +43,35 @@ def capture_step(
             f"{type(module).__name__} has no trainable parameter", "set requires_grad on the parameters to be trained"
         )
     refuse_shared_memory(parameters.values, buffers.values)
+    _warn_in_evaluation_mode(module)
     trace = trace_joint(
         step, _arguments(batch, input_gradients), tuple(set(a) for a in axes), decompositions(), batch.names
     )
     return Assembly(trace, batch, axes, results, parameters, buffers, opset).build(tangents)
+
+
+class EvaluationModeWarning(UserWarning):
+    """A module in evaluation mode is captured for training."""
+
+
+def _warn_in_evaluation_mode(module: torch.nn.Module) -> None:
+    """Say so when the whole module is in evaluation mode and that changes what is trained."""
+    if any(m.training for m in module.modules()):
+        return
+    kinds = sorted({type(m).__name__ for m in module.modules() if _depends_on_mode(m)})
+    if kinds:
+        warnings.warn(
+            f"{type(module).__name__} is in evaluation mode, and so is its {', '.join(kinds)}: "
+            "call module.train() before capture, unless that is meant",
+            EvaluationModeWarning,
+            stacklevel=4,
+        )
+
+
+def _depends_on_mode(module: torch.nn.Module) -> bool:
+    if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    return isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
 
 
 def _arguments(batch: Batch, input_gradients: Sequence[str]) -> tuple[torch.Tensor, ...]:

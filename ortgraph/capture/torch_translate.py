@@ -295,7 +295,8 @@ class Translation:
             if isinstance(fake, (torch.SymInt, int)) and not isinstance(fake, bool):
                 return self.dim(fake)
             if argument not in self.env:
-                raise self.unsupported(f"the result of {argument.target}")
+                hint = "keep it a tensor, without .item()" if "local_scalar_dense" in str(argument.target) else ""
+                raise self.unsupported(f"the result of {argument.target}", hint)
             return self.env[argument]
         if isinstance(argument, (list, tuple)):
             return [self.convert(a) for a in argument]
@@ -378,6 +379,8 @@ class Translation:
         return tuple(result)
 
     def _check_value(self, name: str, value: ir.Value, fake: torch.Tensor, made: set[ir.Node]) -> None:
+        if fake.dtype not in DTYPES:
+            raise self.unsupported(f"{name} of dtype {fake.dtype}", "use real float or integer tensors")
         dtype, dims = onnx_dtype(fake.dtype), self.dims_of(fake)
         known = value.shape is not None and value.shape.is_static()
         static = all(isinstance(d, int) for d in dims)

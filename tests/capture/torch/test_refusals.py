@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import ortgraph
 from ortgraph.capture import torch_capture
+from ortgraph.capture.torch_step import EvaluationModeWarning
 from ortgraph.errors import CaptureError, InputError, RuntimeSetupError, UnsupportedError
 
 
@@ -167,3 +168,70 @@ def test_custom_operator_is_named():
     double.register_autograd(lambda ctx, grad: grad * 2)
     with pytest.raises(UnsupportedError, match=r"ortgraph_test\.double.*near .*test_refusals\.py:\d+"):
         ortgraph.capture(Plain(), torch.ones(4, 5), loss=lambda o: double(o).sum())
+
+
+class Own(nn.Module):
+    def __init__(self, call):
+        super().__init__()
+        self.first, self.call = nn.Linear(5, 8), call
+
+    def forward(self, x):
+        return self.call(self.first, x).sum()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda first, x: first.absent(x), r"cannot trace the module at torch/test_refusals\.py:\d+: .*'absent'"),
+        (lambda first, x: first(x[:, :3]), r"cannot trace the module at torch/test_refusals\.py:\d+: .*\[4, 3\]"),
+        (lambda first, x: first(x) * first(x).max().item(), r"(?s)test_refusals\.py:\d+.*without \.item\(\)"),
+        (lambda first, x: torch.fft.rfft(first(x)).abs(), r"fft_r2c.*complex64.*test_refusals\.py:\d+"),
+    ],
+)
+def test_what_fails_in_forward_has_its_place(call, message, capfd):
+    with pytest.raises(CaptureError, match=message):
+        ortgraph.capture(Own(call), torch.ones(4, 5))
+    assert "Traceback" not in capfd.readouterr().err  # PyTorch's own log
+
+
+def test_batch_statistics_in_half_precision_are_refused():
+    module = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8)).bfloat16()
+    with pytest.raises(UnsupportedError, match=r"(?s)BatchNorm in BFLOAT16.*module\.float\(\)"):
+        ortgraph.capture(module, (torch.ones(4, 5).bfloat16(),), loss=lambda out: out.sum())
+
+
+def test_a_named_loss_is_an_output(scores):
+    module, x, y = scores
+    with pytest.raises(InputError, match=r"(?s)2.*loss=torch\.nn\.CrossEntropyLoss\(\)"):
+        ortgraph.capture(nn.Linear(5, 3), (x, y), loss="cross_entropy")
+    with pytest.raises(InputError, match=r"(?s)has \['output'\].*loss=torch\.nn\.CrossEntropyLoss\(\)"):
+        ortgraph.capture(module, (x,), loss="cross_entropy")
+    with pytest.raises(InputError, match=r"(?s)dynamic is tuple.*'x': \{0: 'batch'\}"):
+        ortgraph.capture(module, (x, y), loss=nn.CrossEntropyLoss(), dynamic=({0: "batch"},))
+
+
+def test_evaluation_mode_is_noticed(scores):
+    _, x, y = scores
+    module = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 3))
+    with pytest.warns(EvaluationModeWarning, match=r"its BatchNorm1d, Dropout: call module\.train\(\)"):
+        ortgraph.capture(module.eval(), (x, y), loss=nn.CrossEntropyLoss())
+    module.train()[1].eval()  # frozen statistics are a choice
+    plain = Plain().eval()  # nothing depends on the mode
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ortgraph.capture(module, (x, y), loss=nn.CrossEntropyLoss())
+        ortgraph.capture(plain, (x, y), loss=nn.CrossEntropyLoss())
+
+
+def test_recurrent_layers_give_no_warning():
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.LSTM(5, 4)
+
+        def forward(self, x):
+            return self.layer(x)[0][-1].sum()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ortgraph.capture(Last(), torch.ones(3, 2, 5))
