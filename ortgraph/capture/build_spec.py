@@ -82,9 +82,10 @@ def split_target(target: str) -> tuple[pathlib.Path, str]:
     if not colon or "/" in name or name.endswith(".py"):
         file, name = target, "build"
     if not file.endswith(".py") or not name.isidentifier():
-        raise InputError(
-            f"{target}: is not FILE.py:FUNCTION", "give a Python file and a function in it, such as model.py:build"
-        )
+        hint = "give a Python file and a function in it, such as model.py:build"
+        if target.endswith(".onnx"):
+            hint = "train a saved graph from Python: ortgraph.TrainingSession(ortgraph.load(path)) (docs/training.md)"
+        raise InputError(f"{target}: is not FILE.py:FUNCTION", hint)
     path = pathlib.Path(file)
     if not path.is_file():
         raise InputError(f"{file}: no such file", "check the path; the form is FILE.py:FUNCTION")

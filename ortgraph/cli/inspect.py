@@ -57,6 +57,8 @@ def _roles(out: Output, graph: Any, every: bool) -> dict[str, Any]:
     out.table("Inputs and outputs", tables.VALUE_COLUMNS, rows)
     out.table("Memory", ("what", "bytes", ""), tables.memory_rows(memory), right=(1,))
     for key, value in sorted(signature.metadata.items()):
+        if value in ("", "{}"):
+            continue
         out.say(f"{key}: {value}")
     return {
         "stage": signature.stage,

@@ -221,6 +221,8 @@ def batch_of(graph: TrainingGraph, sizes: Mapping[str, int], path: pathlib.Path 
     """
     from ortgraph.manager.numerics import example_batch
 
+    if any(not isinstance(d, int) for v in graph.graph.inputs for d in (v.shape or ())):
+        named_sizes(graph, sizes)
     if path is None:
         return example_batch(graph, sizes)
     if not path.is_file():

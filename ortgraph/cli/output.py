@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -34,6 +36,9 @@ _CODES: tuple[tuple[type[OrtgraphError], int], ...] = (
     (RuntimeSetupError, SETUP),
     (NonFiniteLossError, NOT_FINITE),
 )
+_ROOM = 12  # characters that a column wants
+_PIPED = 120  # width of tables that go to a file or a pipe
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 ISSUES = "please report it with the command and the lines above"
 
 
@@ -51,7 +56,8 @@ class Output:
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
-        self.stdout = Console(highlight=False, soft_wrap=True)
+        piped = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPED
+        self.stdout = Console(highlight=False, soft_wrap=True, width=piped)
         self.stderr = Console(stderr=True, highlight=False, soft_wrap=True)
 
     def say(self, text: str = "") -> None:
@@ -71,8 +77,11 @@ class Output:
         if self.as_json or not rows:
             return
         table = Table(title=title, title_justify="left", header_style="bold")
+        # names stay in one line where that leaves room for the other columns
+        whole = self.stdout.width - max(len(str(row[0])) for row in rows) >= _ROOM * (len(columns) - 1)
         for position, name in enumerate(columns):
-            table.add_column(name, justify="right" if position in right else "left", overflow="fold")
+            justify: Any = "right" if position in right else "left"
+            table.add_column(name, justify=justify, overflow="fold", no_wrap=whole and position == 0)
         for row in rows:
             table.add_row(*(_escape(str(cell)) for cell in row))
         self.stdout.print(table, soft_wrap=False)
@@ -121,7 +130,8 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
     def run(*args: Any, **kwargs: Any) -> None:
         as_json = bool(kwargs.get("as_json"))
         try:
-            function(*args, **kwargs)
+            with _own_warnings():
+                function(*args, **kwargs)
         except OrtgraphError as error:
             _fail(error.what, error.hint, type(error).__name__, exit_code(error), as_json)
         except KeyboardInterrupt:
@@ -134,6 +144,22 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
             _fail(what, ISSUES, type(error).__name__, BUG, as_json)
 
     return run
+
+
+@contextlib.contextmanager
+def _own_warnings() -> Iterator[None]:
+    """Our warnings are a line for the user; those of other packages stay as they are."""
+    with warnings.catch_warnings():
+        usual = warnings.showwarning
+
+        def show(message: Any, category: Any, filename: str, *rest: Any, **named: Any) -> None:
+            if filename.startswith(_PACKAGE) or category.__module__.startswith("ortgraph."):
+                print(f"warning: {message}", file=sys.stderr, flush=True)
+            else:
+                usual(message, category, filename, *rest, **named)
+
+        warnings.showwarning = show
+        yield
 
 
 def _fail(what: str, hint: str, kind: str, code: int, as_json: bool) -> None:

@@ -189,7 +189,7 @@ def _show(
     # The first step also makes the program: it is left out where there are others.
     median = statistics.median(milliseconds[1:] or milliseconds) if milliseconds else None
     if losses:
-        out.say(f"step {session.steps}: loss {losses[0]:.4f} → {losses[-1]:.4f}, {median:.1f} ms per step (median)")
+        out.say(f"step {session.steps}: loss {losses[0]:.4f} → {losses[-1]:.4f}, {median:.3g} ms per step (median)")
     for name, value in scores.items():
         out.say(f"evaluation: {name} {value:.4f}")
     if checkpoint is not None:

@@ -124,3 +124,12 @@ def test_help_of_every_verb(cli):
         ran = cli(name, "--help")
         assert ran.code == 0 and "--json" in ran.out, name
     assert "demo" in cli("--help").out and cli("--version").out.startswith("ortgraph ")
+
+
+def test_sizes_of_no_dimension_are_refused(cli, build_file, tmp_path):
+    graph = tmp_path / "train.onnx"
+    made = cli("export", build_file, "-o", graph, "--dynamic", "x:0=batch", "--dynamic", "y:0=batch")
+    assert made.code == 0, made.err
+    assert cli("verify", graph, "--reference", graph, "--shapes", "batch=3").code == 0
+    ran = cli("verify", graph, "--reference", graph, "--shapes", "batsch=3")
+    assert ran.code == 2 and "'batsch'" in ran.err and "did you mean batch?" in ran.err

@@ -177,3 +177,19 @@ def test_a_torch_optimizer_is_refused(cli, build_file):
 def test_a_training_graph_is_not_exported_again(cli, graph_file, tmp_path):
     ran = cli("export", graph_file, "-o", tmp_path / "o.onnx", "--loss", "loss")
     assert ran.code == 2 and "training graph already" in ran.err
+
+
+def test_evaluation_mode_is_one_line_of_warning(cli, build_file):
+    edit(build_file, "self.up(x)", "self.drop(self.up(x))")
+    edit(build_file, "        self.up, self", "        self.drop = nn.Dropout(0.1)\n        self.up, self")
+    target = edit(build_file, '"module": Net()', '"module": Net().eval()')
+    ran = cli("train", target, "--steps", 1)
+    assert ran.code == 0 and ran.err.splitlines() == [
+        "warning: Net is in evaluation mode, and so is its Dropout: call module.train() before capture, "
+        "unless that is meant"
+    ]
+
+
+def test_a_graph_is_no_build_file(cli):
+    ran = cli("train", "train.onnx")
+    assert ran.code == 2 and "ortgraph.TrainingSession(ortgraph.load(path))" in ran.err
