@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
+import shutil
 import tempfile
 from collections.abc import Mapping
 
@@ -18,7 +19,6 @@ from ortgraph.errors import InputError, SignatureError
 from ortgraph.graph.signature import Signature
 
 METADATA_KEY = "ortgraph.signature"
-MAX_INLINE_BYTES = 2**31 - 2**20  # protobuf's limit, with room for the graph itself
 
 
 @functools.lru_cache(maxsize=64)
@@ -101,6 +101,7 @@ class TrainingGraph:
             parts = [(pathlib.Path(folder, "graph.onnx"), path), (pathlib.Path(folder, "values.safetensors"), weights)]
             onnx.save_model(proto, parts[0][0])
             safetensors.numpy.save_file(values, parts[1][0])
+            shutil.copymode(parts[0][0], parts[1][0])  # safetensors writes for the owner only
             for written, final in reversed(parts):
                 os.replace(written, final)
         return path

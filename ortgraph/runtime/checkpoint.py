@@ -11,6 +11,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -50,6 +51,7 @@ def save(folder: str | os.PathLike[str], values: Mapping[str, np.ndarray], extra
         record = pathlib.Path(partial, RECORD)
         digest = _digest(written)
         record.write_text(json.dumps({"version": VERSION, "sha256": digest, **extra}, indent=1, sort_keys=True))
+        shutil.copymode(record, written)  # safetensors writes for the owner only
         for file in (written, record):
             _flush(file)
         os.replace(written, folder / _values_name(digest))

@@ -46,6 +46,11 @@ def test_save_and_load_are_inverse(linear_graph, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["g.onnx", "g.safetensors"]
 
 
+def test_both_files_have_the_same_mode(linear_graph, tmp_path):
+    path = linear_graph.save(tmp_path / "g.onnx")
+    assert path.stat().st_mode == path.with_suffix(".safetensors").stat().st_mode
+
+
 def test_failed_save_leaves_the_old_files(linear_graph, tmp_path, monkeypatch):
     linear_graph.save(tmp_path / "g.onnx")
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}

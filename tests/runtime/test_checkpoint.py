@@ -49,6 +49,11 @@ def test_four_steps_equal_two_and_two(stepped, classifier_batch, tmp_path, threa
         assert list(a) == list(b) and all(np.array_equal(a[k], b[k]) for k in a)
 
 
+def test_files_have_the_same_mode(stepped, tmp_path) -> None:
+    folder = stepped().save_checkpoint(tmp_path / "at0")
+    assert len({file.stat().st_mode for file in folder.iterdir()}) == 1
+
+
 def test_learning_rate_is_part_of_it(stepped, classifier_batch, tmp_path) -> None:
     one, two = stepped(), stepped()
     one.step(classifier_batch(), learning_rate=0.125)
