@@ -39,6 +39,10 @@ _LAZY = {
 }
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     if name == "optim":
         return importlib.import_module("ortgraph.optim")

@@ -104,6 +104,8 @@ def compile(module: Any, optimizer: Any = None, **options: Any) -> CompiledStep:
 
 def _shapes(batch: Batch) -> tuple:
     """Names, shapes and dtypes of a batch."""
+    if hasattr(batch, "shape"):
+        batch = (batch,)
     items = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
     try:
         return tuple((name, tuple(value.shape), str(value.dtype)) for name, value in items if value is not None)

@@ -37,3 +37,10 @@ def test_steps_of_changing_shape_equal_pytorch(dynamic):
     step.update_module()
     for name, value in theirs.state_dict().items():
         np.testing.assert_allclose(mine.state_dict()[name].numpy(), value.numpy(), atol=1e-5, err_msg=name)
+
+
+def test_a_batch_may_be_one_tensor():
+    module = torch.nn.Linear(5, 3)
+    step = ortgraph.compile(module, loss=lambda out: out.sum())
+    x = torch.randn(4, 5)
+    np.testing.assert_allclose(step.gradients(x)["bias"], np.full(3, 4.0), rtol=1e-6)

@@ -85,6 +85,7 @@ def optimize(
         InputError: An option has a value that this release does not take.
         PassError, VerificationError: See PassManager.run.
     """
+    _check_kinds(graph, pipeline, optimizer)
     if target not in TARGETS:
         raise InputError(f"unknown target {target!r}", f"one of {', '.join(TARGETS)}")
     if precision != "fp32":
@@ -114,6 +115,19 @@ def optimize(
         operators_after=count_operators(result),
     )
     return OptimizeResult(result, full)
+
+
+def _check_kinds(graph: Any, pipeline: Any, optimizer: Any) -> None:
+    """Refuse what is easily mistaken for the arguments: a path, a level as a number, PyTorch's optimizer."""
+    from ortgraph.optim import AdamW
+
+    if not isinstance(graph, TrainingGraph):
+        raise InputError(f"optimize takes a TrainingGraph, not {type(graph).__name__}", "ortgraph.load(path) reads one")
+    if isinstance(pipeline, int) or (isinstance(pipeline, str) and pipeline.startswith("-")):
+        raise InputError(f"pipeline is {pipeline!r}", "give a preset, O0 to O3, or a list of passes")
+    if not isinstance(optimizer, (AdamW, str, type(None))):
+        kind = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+        raise InputError(f"optimizer is a {kind}", "ortgraph.optim.AdamW(lr=1e-3) becomes part of the graph")
 
 
 def _is_preset(text: str) -> bool:

@@ -79,7 +79,7 @@ def check_dtype(name: str, array: np.ndarray, want: np.dtype) -> None:
     if not widening:
         raise BatchError(
             f"input {name!r} has dtype {have}, the graph wants {want}",
-            f"convert it yourself: batch[{name!r}].astype('{want}')",
+            f"convert it yourself: .astype('{want}') of an array, .to(torch.{want}) of a tensor",
         )
 
 
@@ -101,7 +101,7 @@ def bind_dims(name: str, array: np.ndarray, value: ir.Value, dims: dict[str, int
             if have != want:
                 raise BatchError(
                     f"input {name!r} has shape {list(array.shape)}, the graph wants {_text(shape)}",
-                    "feed that shape, or capture with dynamic= so that other sizes run",
+                    "feed that shape, or name the dimension so that other sizes run: dynamic= of capture, shapes= of from_onnx",
                 )
         elif want.value is not None and want.value.isidentifier() and dims.setdefault(want.value, have) != have:
             raise BatchError(

@@ -245,9 +245,13 @@ class Program:
         try:
             self._session.run_with_iobinding(binding)
         except Exception as error:  # noqa: BLE001 - the runtime's exception types are private; the cause is chained
+            text = str(error).strip()
+            values = any(word in text.lower() for word in ("out of", "outside", "must be within", "indices"))
             raise BatchError(
-                f"program {self.name} stopped: {error}",
-                "look for indices or labels outside their range in the batch",
+                f"program {self.name} stopped: {text}",
+                "look for indices or labels outside their range in the batch"
+                if values
+                else "when the batch holds valid indices and labels, report this; the preset O0 may run",
             ) from error
 
     def _source(self, name: str) -> np.ndarray:
