@@ -12,8 +12,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ortgraph.errors import BatchError, InputError, NonFiniteLossError
+from ortgraph.errors import BatchError, InputError, NonFiniteLossError, SignatureError
 from ortgraph.graph import Signature, TrainingGraph, static_shape
+from ortgraph.graph.verify import verify
 from ortgraph.runtime import checkpoint, inference_export, selection
 from ortgraph.runtime.arena import Memory
 from ortgraph.runtime.batch import Batch, bind_dims, check_bound, check_dtype, named
@@ -43,6 +44,7 @@ class TrainingSession:
 
     Raises:
         InputError: A parameter or buffer has no value, or its shape does not fit.
+        VerificationError: The graph breaks an invariant of level ``signature``: nodes out of order, a lost output.
         RuntimeSetupError: No, several or an unsupported ONNX Runtime.
     """
 
@@ -54,6 +56,10 @@ class TrainingSession:
         check_finite: bool = True,
         poison: bool = False,
     ) -> None:
+        if not isinstance(graph, TrainingGraph):
+            hint = "give result.graph" if hasattr(graph, "report") else "ortgraph.load(path) reads one"
+            raise InputError(f"a session runs a TrainingGraph, not {type(graph).__name__}", hint)
+        verify(graph, "signature", by="(a file or a tool outside)")
         self.graph = graph
         self.signature: Signature = graph.signature
         self.target = target or detect_runtime().target
@@ -81,7 +87,7 @@ class TrainingSession:
             learning_rate: From now on; None keeps the last one (at first the optimizer's).
 
         Raises:
-            InputError: The graph has no optimizer.
+            InputError: The graph has no optimizer, or the rate is negative or no number.
             BatchError: The batch does not fit the graph's inputs.
             NonFiniteLossError: The loss is NaN or infinite.
         """
@@ -200,11 +206,17 @@ class TrainingSession:
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
         self._require_optimizer("learning_rate")
+        if not 0 <= float(value) < math.inf:
+            raise InputError(f"the learning rate is {float(value)}", "give a number that is not negative")
         self._memory.persistent[LEARNING_RATE][...] = value
 
     @property
     def accumulation_steps(self) -> int:
-        return int(self.signature.metadata.get("accumulation_steps", "1"))
+        """Micro-batches per update."""
+        text = self.signature.metadata.get("accumulation_steps", "1")
+        if not text.isdecimal() or int(text) < 1:
+            raise SignatureError(f"the stored accumulation_steps is {text!r}", "attach the optimizer again")
+        return int(text)
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Copies of all parameters and buffers by module name, tied names included, as in PyTorch's ``state_dict``."""

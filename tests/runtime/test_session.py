@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import numpy as np
@@ -264,6 +265,28 @@ def test_learning_rate(classifier_graph, classifier_batch) -> None:
     session.learning_rate = 0.5
     session.step(classifier_batch())
     assert not np.array_equal(before["w1"], session.state_dict()["w1"])
+
+
+@pytest.mark.parametrize("rate", [-0.1, float("nan"), float("inf")])
+def test_a_rate_that_is_no_rate(classifier_graph, classifier_batch, rate) -> None:
+    session = TrainingSession(at_stage(classifier_graph(), "stepped", AdamW(lr=0.25)), threads=1)
+    before = session.state_dict()
+    with pytest.raises(InputError, match="the learning rate is"):
+        session.step(classifier_batch(), learning_rate=rate)
+    assert session.learning_rate == 0.25
+    assert all(np.array_equal(v, before[k]) for k, v in session.state_dict().items())
+
+
+@dataclasses.dataclass
+class Result:
+    graph: object = None
+    report: object = None
+
+
+@pytest.mark.parametrize(("given", "hint"), [("train.onnx", "ortgraph.load"), (Result(), "result.graph")])
+def test_what_is_no_graph(given, hint) -> None:
+    with pytest.raises(InputError, match=rf"(?s)not (str|Result).*{hint}"):
+        TrainingSession(given)
 
 
 def test_the_graph_is_not_changed(classifier_graph, classifier_batch) -> None:
