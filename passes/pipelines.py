@@ -31,6 +31,7 @@ FUSION = ",".join(
         "fuse-softmax",
         "fuse-cross-entropy",
         "fuse-embedding-gradient",
+        "fuse-stack-gradient",  # why after: gradients of tables are no slices
         "eliminate-dead-code",  # why here: decomposed forward chains die once their gradients are fused
     )
 )

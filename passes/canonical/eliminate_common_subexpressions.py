@@ -92,11 +92,14 @@ def _merge_constants(g: ir.Graph, edit: Edit, max_bytes: int) -> int:
 
 def _key(node: ir.Node, spec: OpSpec, opsets: dict[str, int]) -> Hashable | None:
     """What an equal node has in common with this one; None when it cannot be told."""
-    inputs = [0 if v is None else id(v) for v in node.inputs]
+    inputs: list[Hashable] = [0 if v is None else id(v) for v in node.inputs]
+    view = _view_shape(node)
+    if view is not None:
+        return spec.domain, node.op_type, inputs[0], view
     while inputs and inputs[-1] == 0:
         inputs.pop()
     if spec.commutative and len(inputs) > 1:
-        inputs[:2] = sorted(inputs[:2])
+        inputs[:2] = sorted(inputs[:2])  # type: ignore[type-var]
     attributes = dict(_defaults(node.domain, node.op_type, opsets.get(node.domain, 0)))
     for name, attribute in node.attributes.items():
         if attribute.is_ref():
@@ -104,6 +107,14 @@ def _key(node: ir.Node, spec: OpSpec, opsets: dict[str, int]) -> Hashable | None
         attributes[name] = _attribute_key(attribute)
     present = tuple(bool(o.name) for o in node.outputs)
     return spec.domain, node.op_type, node.overload, tuple(inputs), tuple(sorted(attributes.items())), present
+
+
+def _view_shape(node: ir.Node) -> tuple[int, ...] | None:
+    """The recorded shape of a Reshape's result, one unknown dimension as -1: all that any spelling of it can say."""
+    if node.op_type != "Reshape" or node.domain not in ("", "ai.onnx") or node.outputs[0].shape is None:
+        return None
+    shape = tuple(d if isinstance(d, int) else -1 for d in node.outputs[0].shape)
+    return None if shape.count(-1) > 1 or 0 in shape else shape
 
 
 def _attribute_key(attribute: ir.Attr) -> Hashable:
@@ -140,4 +151,6 @@ def _defaults(domain: str, op_type: str, version: int) -> tuple[tuple[str, Hasha
     except onnx.defs.SchemaError:  # an operator that this opset does not have
         return ()
     given = ((name, a.default_value) for name, a in sorted(schema.attributes.items()))
-    return tuple((name, _attribute_key(ir.serde.deserialize_attribute(d))) for name, d in given if d is not None and d.name)
+    return tuple(
+        (name, _attribute_key(ir.serde.deserialize_attribute(d))) for name, d in given if d is not None and d.name
+    )

@@ -184,3 +184,23 @@ def test_numbered_and_unnamed_nodes(run, parse_model):
         if not node.outputs[0].is_graph_output():
             node.outputs[0].name = name
     assert run(model, EliminateCommonSubexpressions(), {"x": np.ones(3, np.float32)}).counts == {"merged": 1}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "merged"),
+    [("3,2", "-1,2", True), ("3,-1", "0,-1", False), ("3,2", "2,3", False), ("6,1", "6,-1", True), ("6", "6,1", False)],
+)
+def test_views_of_one_value_are_compared_by_their_shape(run, first, second, merged):
+    text = f"""g (float[2,3] x) => (float[M] y) {{ s = Constant<value_ints=[{first}]>() t = Constant<value_ints=[{second}]>()
+        f = Constant<value_ints=[-1]>() a = Reshape(x, s) b = Reshape<allowzero=0>(x, t)
+        p = Reshape(a, f) q = Reshape(b, f) e = Exp(q) y = Add(p, e) }}"""
+    counts = merge(run, text, X).counts
+    assert (counts.get("merged", 0) >= 1) == merged
+
+
+def test_views_with_two_unknown_dimensions_are_told_apart(run):
+    """Inference names unknown dimensions of different values alike."""
+    text = """g (float[2,3] x, int64[2] s, int64[2] t) => (float[N,M] y) { a = Reshape(x, s) b = Reshape(x, t)
+        c = Transpose(b) y = Add(a, c) }"""
+    feeds = {**X, "s": np.array([3, 2]), "t": np.array([2, 3])}
+    assert not merge(run, text, feeds).counts
