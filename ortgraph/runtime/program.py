@@ -71,8 +71,15 @@ def stored_offsets(graph: TrainingGraph, program: str) -> Mapping[str, int] | No
     text = graph.model.metadata_props.get(METADATA_KEY)
     if text is None:
         return None
-    plan = json.loads(text)
-    return plan["offsets"] if plan.get("program") == program else None
+    try:
+        plan = json.loads(text)
+        offsets = plan["offsets"] if plan["program"] == program else None
+        if offsets is None or all(isinstance(offset, int) for offset in offsets.values()):
+            return offsets
+    except (ValueError, TypeError, KeyError, AttributeError):
+        pass
+    logger.warning("the stored memory plan does not parse; planning anew")
+    return {}
 
 
 class Program:

@@ -135,6 +135,8 @@ def _stored_solution(problem: MemoryProblem, known: Mapping[str, int] | None) ->
     total = max((known[b.name] + problem.aligned(b) for b in problem.buffers), default=0)
     solution = MemorySolution(dict(known), total, problem.max_load(), "stored plan", 0.0)
     try:
+        if total > sum(problem.aligned(b) for b in problem.buffers):
+            raise PlanError(f"an arena of {total} bytes is more than every value by itself takes")
         validate(problem, solution)
     except PlanError as error:
         logger.warning("the stored memory plan does not fit the graph (%s); planning anew", error)
