@@ -32,6 +32,11 @@ def append_loss(graph: ir.Graph, loss: str | LossFunction | None, output: str | 
     """
     if loss is None:
         return _only_scalar(graph)
+    if hasattr(loss, "named_parameters"):
+        raise InputError(
+            f"loss is a PyTorch {type(loss).__name__}, which an ONNX model cannot call",
+            f"one of {', '.join(_NAMED)}, an output's name, or a function",
+        )
     if callable(loss):
         return _own(graph, loss, names)
     by_name = {v.name: v for v in graph.outputs}

@@ -31,6 +31,8 @@ def capture_step(
     """See ``ortgraph.capture``."""
     if not isinstance(module, torch.nn.Module):
         raise InputError(f"capture takes a torch.nn.Module, not {type(module).__name__}", "give the module itself")
+    if isinstance(loss, type):
+        raise InputError(f"loss is the class {loss.__name__}", f"give an instance: {loss.__name__}()")
     criterion = is_criterion(loss)
     batch = read_batch(module, example_batch, criterion, has_loss=callable(loss))
     axes = read_dynamic(batch, dynamic)

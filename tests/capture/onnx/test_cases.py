@@ -96,6 +96,8 @@ def test_7_outputs_keep_their_names_and_values(onnx_tools):
     np.testing.assert_allclose(outputs["output"], np.sin(BATCH["x"]) @ W, rtol=1e-5)
     with pytest.raises(CaptureError, match="output="):
         from_onnx(onnx_tools.make_model(text, w=W), "cross_entropy")
+    with pytest.raises(InputError, match=r"(?s)PyTorch CrossEntropyLoss.*one of cross_entropy"):
+        from_onnx(onnx_tools.make_model(text, w=W), torch.nn.CrossEntropyLoss())
 
 
 def test_8_inference_operators_without_expansion_are_refused_by_name(onnx_tools):

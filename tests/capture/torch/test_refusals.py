@@ -206,6 +206,8 @@ def test_a_named_loss_is_an_output(scores):
         ortgraph.capture(nn.Linear(5, 3), (x, y), loss="cross_entropy")
     with pytest.raises(InputError, match=r"(?s)has \['output'\].*loss=torch\.nn\.CrossEntropyLoss\(\)"):
         ortgraph.capture(module, (x,), loss="cross_entropy")
+    with pytest.raises(InputError, match=r"(?s)class CrossEntropyLoss.*CrossEntropyLoss\(\)"):
+        ortgraph.capture(module, (x, y), loss=nn.CrossEntropyLoss)
     with pytest.raises(InputError, match=r"(?s)dynamic is tuple.*'x': \{0: 'batch'\}"):
         ortgraph.capture(module, (x, y), loss=nn.CrossEntropyLoss(), dynamic=({0: "batch"},))
 
