@@ -19,7 +19,8 @@ from ortgraph.capture.torch_dims import named_dim
 from ortgraph.capture.torch_joint import JointTrace, Slot
 from ortgraph.capture.torch_module import Results
 from ortgraph.capture.torch_source import user_path
-from ortgraph.capture.torch_translate import PASS, Translation, onnx_dtype
+from ortgraph.capture.torch_translate import Translation, onnx_dtype
+from ortgraph.capture.torch_values import PASS
 from ortgraph.errors import CaptureError
 from ortgraph.graph.edit import PASS_KEY, PHASE_KEY
 from ortgraph.graph.signature import Buffer, Parameter, Signature, State
