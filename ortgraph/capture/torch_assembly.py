@@ -245,8 +245,15 @@ class Assembly:
                 "capture": f"torch {torch.__version__}",
                 "limits": json.dumps(self._limits()),
                 "unreached": "\n".join(unused),
+                **self._renamed(),
             },
         )
+
+    def _renamed(self) -> dict[str, str]:
+        """The user's names of inputs that had to give way, as a metadata entry; none when all kept theirs."""
+        names = {self.roles[f"input:{i}"]: n for i, n in enumerate(self.batch.names)}
+        changed = {k: n for k, n in names.items() if k != n}
+        return {"renamed_inputs": json.dumps(changed)} if changed else {}
 
     def _gradients(self) -> dict[str, str]:
         """One gradient per tensor: those of tied names are summed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,25 +41,46 @@ def to_numpy(name: str, item: Any) -> np.ndarray:
     return array
 
 
-def named(batch: Batch, names: Sequence[str]) -> dict[str, np.ndarray]:
+def named(batch: Batch, names: Sequence[str], given: Mapping[str, str] | None = None) -> dict[str, np.ndarray]:
     """The batch by input name. A tuple is taken in the order of the graph's inputs.
+
+    Containers inside the batch are taken apart as at capture (``mask.0``); items that are None are left out.
+
+    Args:
+        names: The graph's data inputs.
+        given: The user's name of an input that is called otherwise in the graph, by name in the graph.
 
     Raises:
         BatchError: Inputs are missing or unknown, or an item is no tensor.
     """
+    given = {n: (given or {}).get(n, n) for n in names}
+    asked = list(given.values())
     if not isinstance(batch, Mapping):
         items = list(batch) if isinstance(batch, (tuple, list)) else [batch]
         if len(items) != len(names):
+            items = [leaf for _, leaf in _leaves("", items, ())]
+        if len(items) != len(names):
             raise BatchError(
-                f"the batch has {len(items)} items, the graph has {len(names)} inputs", f"give {_listed(names)}"
+                f"the batch has {len(items)} items, the graph has {len(names)} inputs", f"give {_listed(asked)}"
             )
-        batch = dict(zip(names, items, strict=True))
-    missing = [n for n in names if n not in batch]
-    extra = [str(n) for n in batch if n not in names]
+        batch = dict(zip(asked, items, strict=True))
+    flat = dict(leaf for key, item in batch.items() for leaf in _leaves(str(key), item, asked))
+    missing = [n for n in asked if n not in flat]
+    extra = [n for n in flat if n not in asked]
     if missing or extra:
         parts = [f"no {_listed(missing)}"] * bool(missing) + [f"unknown {_listed(extra)}"] * bool(extra)
-        raise BatchError(f"the batch does not fit the graph's inputs: {'; '.join(parts)}", f"give {_listed(names)}")
-    return {n: to_numpy(n, batch[n]) for n in names}
+        raise BatchError(f"the batch does not fit the graph's inputs: {'; '.join(parts)}", f"give {_listed(asked)}")
+    return {n: to_numpy(user, flat[user]) for n, user in given.items()}
+
+
+def _leaves(name: str, item: Any, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """(name, item) of what a container holds, names joined by dots; None is no item."""
+    if name in names or not isinstance(item, (Mapping, list, tuple)):
+        if item is not None or name in names:
+            yield name, item
+        return
+    for key, inner in item.items() if isinstance(item, Mapping) else enumerate(item):
+        yield from _leaves(f"{name}.{key}" if name else str(key), inner, names)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -26,6 +27,7 @@ from ortgraph.runtime.program import Program
 logger = logging.getLogger(__name__)
 MAX_SHAPES = 8  # shape keys whose programs are kept; the one unused for longest goes first
 LEARNING_RATE = "learning_rate"
+RENAMED = "renamed_inputs"  # written by capture: the user's name by the name in the graph, where they differ
 
 
 class TrainingSession:
@@ -62,6 +64,10 @@ class TrainingSession:
         verify(graph, "signature", by="(a file or a tool outside)")
         self.graph = graph
         self.signature: Signature = graph.signature
+        try:
+            self._given_names: dict[str, str] = dict(json.loads(self.signature.metadata.get(RENAMED, "{}")))
+        except (ValueError, TypeError) as error:
+            raise SignatureError(f"the stored {RENAMED} does not parse: {error}", "capture the graph again") from error
         self.target = target or detect_runtime().target
         self.threads = threads
         self.steps = 0
@@ -357,7 +363,7 @@ class TrainingSession:
 
     def _ready(self, kind: str, batch: Batch, tangents: Mapping[str, np.ndarray] | None = None) -> Program:
         """The program for this batch's shapes, with the batch copied into its input buffers."""
-        arrays = named(batch, self.signature.inputs)
+        arrays = named(batch, self.signature.inputs, self._given_names)
         dims: dict[str, int] = {}
         for name, array in arrays.items():
             check_dtype(name, array, self._inputs[name].dtype.numpy())  # type: ignore[union-attr]
