@@ -92,6 +92,8 @@ def _copy_for_builder(
             value.const_value = ir.tensor(np.array(value.const_value.numpy()), name=value.name)
     for i, value in enumerate(copies):
         value.name = f"~{i}"  # two steps: a model may itself call a value v3
+        if value.type is None:
+            value.shape = None  # nothing reads it; onnx_ir would warn that it cannot write it
     for i, value in enumerate(copies):
         value.name = f"hidden{i}" if i in free else f"v{i}"
     for i, value in free.items():

@@ -122,7 +122,7 @@ def bind_dims(name: str, array: np.ndarray, value: ir.Value, dims: dict[str, int
             if have != want:
                 raise BatchError(
                     f"input {name!r} has shape {list(array.shape)}, the graph wants {_text(shape)}",
-                    "feed that shape, or name the dimension so that other sizes run: dynamic= of capture, shapes= of from_onnx",
+                    "feed that shape, or name the dimension when the model is captured (dynamic=) or exported to ONNX",
                 )
         elif want.value is not None and want.value.isidentifier() and dims.setdefault(want.value, have) != have:
             raise BatchError(
