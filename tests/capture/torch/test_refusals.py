@@ -7,35 +7,11 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import ortgraph
 from ortgraph.capture import torch_capture
 from ortgraph.capture.torch_step import EvaluationModeWarning
 from ortgraph.errors import CaptureError, InputError, RuntimeSetupError, UnsupportedError
-
-
-class Plain(nn.Module):
-    """Scores only; the loss comes from outside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(5, 8), nn.Linear(8, 3)
-
-    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        h = torch.relu(self.first(x))
-        return self.second(h if scale is None else h * scale)
-
-
-def plain_loss(module: nn.Module, batch: dict) -> torch.Tensor:
-    return F.cross_entropy(module(batch["x"]), batch["target"])
-
-
-@pytest.fixture
-def scores() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    torch.manual_seed(0)
-    return Plain(), torch.randn(4, 5), torch.tensor([0, 2, 1, 1])
-
 
 # --- errors ------------------------------------------------------------------------------------------------------
 
@@ -111,16 +87,16 @@ def test_data_dependent_control_flow_is_one_sentence():
         (torch.ones(4, 5), {"loss": lambda o: o.sum(), "after": [3]}, InputError, "after="),
     ],
 )  # fmt: skip
-def test_refusals(batch, options, error, words):
+def test_refusals(batch, options, error, words, plain):
     with pytest.raises(error) as caught:
-        ortgraph.capture(Plain(), batch, **options)
+        ortgraph.capture(plain, batch, **options)
     assert words in str(caught.value) and caught.value.hint
 
 
-def test_refusals_of_modules():
+def test_refusals_of_modules(plain):
     with pytest.raises(InputError, match="not function"):
         ortgraph.capture(lambda x: x, torch.ones(2))
-    module = Plain().requires_grad_(False)
+    module = plain.requires_grad_(False)
     with pytest.raises(CaptureError, match="no trainable parameter"):
         ortgraph.capture(module, torch.ones(2, 5), loss=lambda o: o.sum())
 
@@ -159,15 +135,15 @@ def test_missing_torch(monkeypatch):
         ortgraph.capture(None, None)
 
 
-def test_custom_operator_is_named():
+def test_custom_operator_is_named(plain):
     @torch.library.custom_op("ortgraph_test::double", mutates_args=())
     def double(x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
     double.register_fake(lambda x: torch.empty_like(x))
     double.register_autograd(lambda ctx, grad: grad * 2)
-    with pytest.raises(UnsupportedError, match=r"ortgraph_test\.double.*near .*test_refusals\.py:\d+"):
-        ortgraph.capture(Plain(), torch.ones(4, 5), loss=lambda o: double(o).sum())
+    with pytest.raises(UnsupportedError, match=r"ortgraph_test\.double.*near .*conftest\.py:\d+"):
+        ortgraph.capture(plain, torch.ones(4, 5), loss=lambda o: double(o).sum())
 
 
 class Own(nn.Module):
@@ -212,13 +188,13 @@ def test_a_named_loss_is_an_output(scores):
         ortgraph.capture(module, (x, y), loss=nn.CrossEntropyLoss(), dynamic=({0: "batch"},))
 
 
-def test_evaluation_mode_is_noticed(scores):
+def test_evaluation_mode_is_noticed(scores, plain):
     _, x, y = scores
     module = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 3))
     with pytest.warns(EvaluationModeWarning, match=r"its BatchNorm1d, Dropout: call module\.train\(\)"):
         ortgraph.capture(module.eval(), (x, y), loss=nn.CrossEntropyLoss())
     module.train()[1].eval()  # frozen statistics are a choice
-    plain = Plain().eval()  # nothing depends on the mode
+    plain.eval()  # nothing depends on the mode
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ortgraph.capture(module, (x, y), loss=nn.CrossEntropyLoss())
