@@ -52,10 +52,14 @@ def main() -> None:
         print(json.dumps({"machine": machine(), "bert_base": base, "layers": growth}))
         return
     print(machine())
-    print(f"BERT-base: {base['nodes']} nodes, capture {base['capture_s']:.1f} s, optimize -O2 {base['optimize_s']:.1f} s")
+    print(
+        f"BERT-base: {base['nodes']} nodes, capture {base['capture_s']:.1f} s, optimize -O2 {base['optimize_s']:.1f} s"
+    )
     for depth, row in growth.items():
         per_node = 1e3 * row["optimize_s"] / row["nodes"]
-        print(f"{depth:3} layers: {row['nodes']:5} nodes, optimize {row['optimize_s']:.2f} s, {per_node:.2f} ms per node")
+        print(
+            f"{depth:3} layers: {row['nodes']:5} nodes, optimize {row['optimize_s']:.2f} s, {per_node:.2f} ms per node"
+        )
 
 
 if __name__ == "__main__":
