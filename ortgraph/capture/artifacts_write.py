@@ -32,6 +32,7 @@ from ortgraph.ops.spec import COMPOSITE, CONTRIB, KERNELS
 from ortgraph.runtime.prepare import CLEAN, run_passes
 
 _IR_VERSION = 8  # of the small optimizer model; the runtime takes at most 10
+_SIZED = ("MaxPoolGrad", "AveragePoolGrad")
 _RANDOM = ("random_key", "random_step")
 
 
@@ -108,6 +109,18 @@ def _lower(twin: TrainingGraph) -> None:
     """Composites become the runtime's operators or standard ones, whichever is cheaper; what they share is made once."""
     del twin.model.metadata_props[METADATA_KEY]  # its roles no longer fit
     run_passes(twin, f"lower{{kernels=false}},{CLEAN}")
+    left = next((n for n in twin.graph if _needs_sizes(n)), None)
+    if left is not None:
+        raise UnsupportedError(
+            f"node {left.name!r} ({left.op_type}) needs the sizes of symbolic dimensions",
+            "bind them before writing artifacts: optimize(graph, 'bind-shapes{sizes=batch:8}')",
+        )
+
+
+def _needs_sizes(node: ir.Node) -> bool:
+    """A composite that waits for sizes, or a kernel that takes its result's sizes from the file (and dies of names)."""
+    shape = node.outputs[0].shape
+    return node.domain == COMPOSITE or (node.op_type in _SIZED and (shape is None or not shape.is_static()))
 
 
 def _divide_at_once(body: ir.Graph, names: Names) -> None:

@@ -122,6 +122,33 @@ def test_a_mask_times_a_reciprocal_loads(onnx_tools, tmp_path):
         np.testing.assert_allclose(np.asarray(module(x)).reshape(()), h[h > 0].mean(), rtol=1e-5)
 
 
+POOL = """g (float[N,2,9,9] x, float[3,2,3,3] w) => (float loss) {{ h = Conv(x, w)
+    p = {}Pool<kernel_shape=[2,2],strides=[2,2]>(h) q = Mul(p, p) loss = ReduceMean<keepdims=0>(q) }}"""
+
+
+@pytest.mark.parametrize("kind", ["Max", "Average"])
+def test_pooling_wants_a_batch_of_known_size(kind, onnx_tools, tmp_path):
+    """The runtime's kernels read the sizes from the file, and take the process down where it holds a name."""
+    w = np.linspace(-1, 1, 54, dtype=np.float32).reshape(3, 2, 3, 3)
+    model = onnx_tools.make_model(POOL.format(kind), w=w)
+    with pytest.raises(UnsupportedError, match="sizes of symbolic dimensions"):
+        write_artifacts(from_onnx(model, "loss"), tmp_path / "made")
+    assert not (tmp_path / "made").exists()
+    graph = ortgraph.optimize(from_onnx(model, "loss"), "bind-shapes{sizes=N:4}").graph
+    folder = write_artifacts(graph, tmp_path / "made", OptimizerSpec("SGDOptimizerV2"))
+    state = api.CheckpointState.load_checkpoint(str(folder / "checkpoint"))
+    module = api.Module(str(folder / "training_model.onnx"), state, str(folder / "eval_model.onnx"))
+    optimizer = api.Optimizer(str(folder / "optimizer_model.onnx"), module)
+    optimizer.set_learning_rate(0.1)
+    x = np.random.default_rng(4).standard_normal((4, 2, 9, 9)).astype(np.float32)
+    session = ortgraph.TrainingSession(graph, threads=1)
+    module.train()
+    np.testing.assert_allclose(np.asarray(module(x)).reshape(()), session.loss({"x": x}), rtol=1e-5)
+    optimizer.step()
+    want = w - np.float32(0.1) * session.gradients({"x": x})["w"]
+    np.testing.assert_allclose(np.array(state.parameters["w"].data), want, rtol=1e-4, atol=1e-5)
+
+
 def test_gradients_of_a_read_graph_equal_those_of_the_forward_model(original, onnx_tools):
     graph = read_artifacts(original("AdamW"))
     again = from_onnx(_forward(onnx_tools), "cross_entropy", ["table", "scale", "bias", "w"])
