@@ -45,6 +45,7 @@ def save(folder: str | os.PathLike[str], values: Mapping[str, np.ndarray], extra
     if folder.exists() and not (folder.is_dir() and all(_OURS.fullmatch(p.name) for p in folder.iterdir())):
         raise InputError(f"{folder} exists and is no checkpoint", "choose another folder")
     folder.mkdir(exist_ok=True)
+    earlier = sorted(folder.glob("values-*.safetensors"))
     with tempfile.TemporaryDirectory(dir=folder, prefix=".partial-") as partial:
         written = pathlib.Path(partial, "values")
         safetensors.numpy.save_file({k: np.asarray(v, order="C") for k, v in values.items()}, written)
@@ -56,7 +57,7 @@ def save(folder: str | os.PathLike[str], values: Mapping[str, np.ndarray], extra
             _flush(file)
         os.replace(written, folder / _values_name(digest))
         os.replace(record, folder / RECORD)
-    for old in folder.glob("values-*.safetensors"):
+    for old in earlier:  # not what another process has written meanwhile: its record may be the one that stays
         if old.name != _values_name(digest):
             old.unlink(missing_ok=True)
     return folder
