@@ -61,7 +61,7 @@ class TrainingSession:
         if not isinstance(graph, TrainingGraph):
             hint = "give result.graph" if hasattr(graph, "report") else "ortgraph.load(path) reads one"
             raise InputError(f"a session runs a TrainingGraph, not {type(graph).__name__}", hint)
-        verify(graph, "signature", by="(a file or a tool outside)")
+        verify(graph, "signature")
         self.graph = graph
         self.signature: Signature = graph.signature
         try:
