@@ -185,7 +185,8 @@ def _explain(out: Output, name: str, records: Sequence[Any]) -> None:
         out.say(f"{name}: not in this pipeline")
         return
     done = tables.counts_text(found["counts"]) or "nothing to change"
-    out.say(f"{name}, {found['runs']} times in this pipeline: {done}")
+    runs = "once" if found["runs"] == 1 else f"{found['runs']} times"
+    out.say(f"{name}, {runs} in this pipeline: {done}")
     rows = [(r["times"], r["reason"], r["node"]) for r in found["refusals"]]
     if rows:
         out.table(f"What {name} left alone or chose, and why", ("times", "reason", "first node"), rows, right=(0,))
