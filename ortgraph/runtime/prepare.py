@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 
 from ortgraph.analysis.bind_shapes import bind_shapes, infer_unknown, is_dynamic
+from ortgraph.errors import PipelineSyntaxError
 from ortgraph.graph import TrainingGraph
 from ortgraph.ops.spec import COMPOSITE
 
@@ -36,8 +37,24 @@ def prepare(graph: TrainingGraph, dims: Mapping[str, int], target: str) -> Train
         if infer_unknown(ready):
             run_passes(ready, FOLD)
     if not lowered or any(node.domain == COMPOSITE for node in ready.graph):
-        run_passes(ready, f"lower{{target={target}}},{CLEAN}")
+        run_passes(ready, f"lower{{target={target}}},{recorded_tail(graph) or CLEAN}")
     return lift_constants(ready)
+
+
+def recorded_tail(graph: TrainingGraph) -> str:
+    """What the graph's own pipeline runs after ``lower``: a symbolic graph is finished when its sizes are known.
+
+    Empty when the graph was not lowered by a pipeline, or by one that holds foreign passes.
+    """
+    recorded = graph.signature.metadata.get("pipeline", "").rpartition(";")[2]
+    try:
+        passes = importlib.import_module("ortgraph.manager.pipeline_text").parse_pipeline(recorded)
+    except PipelineSyntaxError:
+        return ""
+    names = [p.name for p in passes]
+    if "lower" not in names:
+        return ""
+    return ",".join(str(p) for p in passes[names.index("lower") + 1 :] if p.name != "plan-memory")
 
 
 def run_passes(graph: TrainingGraph, pipeline: str) -> None:
