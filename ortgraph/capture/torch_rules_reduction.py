@@ -63,8 +63,11 @@ def _arg(t: Translation, self: ir.Value, dim: int | None, keepdim: bool) -> ir.V
 def _extreme(t: Translation, self: ir.Value, dim: int, keepdim: bool) -> tuple[ir.Value, ir.Value]:
     assert t.fx is not None
     kind = "Max" if "max" in str(t.fx.target) else "Min"
-    indices = t.op(f"Arg{kind}", self, axis=dim, keepdims=int(keepdim))
-    return reduced(t, f"Reduce{kind}", self, dim, keepdim), indices
+    boolean = self.dtype == ir.DataType.BOOL
+    compared = t.cast(self, ir.DataType.INT32) if boolean else self  # ONNX orders no booleans
+    indices = t.op(f"Arg{kind}", compared, axis=dim, keepdims=int(keepdim))
+    extreme = reduced(t, f"Reduce{kind}", compared, dim, keepdim)
+    return t.cast(extreme, ir.DataType.BOOL) if boolean else extreme, indices
 
 
 @rule("topk.default")

@@ -77,6 +77,7 @@ EXPRESSIONS = {
     "logsumexp": (M, lambda w: torch.logsumexp(w, 1)),
     "prod": (M, lambda w: (w + 2).prod(1)),
     "cumsum": (M, lambda w: w.cumsum(1)),
+    "cumprod": (M, lambda w: w.cumprod(1)),
     "topk": (M, lambda w: w.topk(2, 1).values),
     "sort": (M, lambda w: w.sort(1, descending=True).values),
     "softmax": (M, lambda w: w.softmax(0)),

@@ -1,0 +1,172 @@
+"""What a session keeps between runs: parameters, buffers, optimizer states, the learning rate; and its checkpoints."""
+
+from __future__ import annotations
+
+import math
+import os
+import pathlib
+from collections.abc import Mapping
+
+import numpy as np
+
+from ortgraph.errors import InputError, SignatureError
+from ortgraph.graph import Signature, TrainingGraph, static_shape
+from ortgraph.runtime import checkpoint, inference_export
+from ortgraph.runtime.arena import Memory
+
+LEARNING_RATE = "learning_rate"
+
+
+class SessionState:
+    """Persistent values of a training graph, by module name and by state name.
+
+    Args:
+        graph: Its values are copied; states start at zero unless the graph holds a value.
+
+    Raises:
+        InputError: A parameter or buffer has no value, or its shape does not fit.
+    """
+
+    def __init__(self, graph: TrainingGraph) -> None:
+        self.graph = graph
+        self.signature: Signature = graph.signature
+        self.steps = 0
+        self._memory = Memory()
+        self._inputs = {v.name: v for v in graph.graph.inputs}
+        self._load_values(graph)
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether ``step`` can be called."""
+        return LEARNING_RATE in self.signature.scalars
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the next step. Raises InputError when the graph has no optimizer."""
+        self._require_optimizer("learning_rate")
+        return float(self._memory.persistent[LEARNING_RATE])
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        self._require_optimizer("learning_rate")
+        if not 0 <= float(value) < math.inf:
+            raise InputError(f"the learning rate is {float(value)}", "give a number that is not negative")
+        self._memory.persistent[LEARNING_RATE][...] = value
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Micro-batches per update."""
+        text = self.signature.metadata.get("accumulation_steps", "1")
+        if not text.isdecimal() or int(text) < 1:
+            raise SignatureError(f"the stored accumulation_steps is {text!r}", "attach the optimizer again")
+        return int(text)
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Copies of all parameters and buffers by module name, tied names included, as in PyTorch's ``state_dict``."""
+        return {name: self._memory.persistent[source].copy() for name, source in self._module_names().items()}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Set parameters and buffers by module name. Tied names must agree.
+
+        Raises:
+            InputError: Names are missing or unknown, a shape or dtype differs, or tied names hold different values.
+        """
+        names = self._module_names()
+        checkpoint.check_names("state_dict", names, state)
+        checkpoint.assign("state_dict", [(n, self._memory.persistent[s]) for n, s in names.items()], state)
+
+    def optimizer_state_dict(self) -> dict[str, np.ndarray]:
+        """Copies of all states by name (``exp_avg/<parameter>``, ``step``, random key and step, accumulators)."""
+        return {s.name: self._memory.persistent[s.input].copy() for s in self.signature.states}
+
+    def load_optimizer_state_dict(self, state: Mapping[str, object]) -> None:
+        """Set all states. Raises InputError when names, shapes or dtypes differ."""
+        names = {s.name: s.input for s in self.signature.states}
+        checkpoint.check_names("optimizer_state_dict", names, state)
+        checkpoint.assign("optimizer_state_dict", [(n, self._memory.persistent[s]) for n, s in names.items()], state)
+
+    def save_checkpoint(self, folder: str | os.PathLike[str]) -> pathlib.Path:
+        """Write everything that the next step depends on, atomically. See ``ortgraph.runtime.checkpoint``."""
+        rates = {name: float(self._memory.persistent[name]) for name in self.signature.scalars}
+        return checkpoint.save(folder, self._checkpoint_values(), {"steps": self.steps, "scalars": rates})
+
+    def load_checkpoint(self, folder: str | os.PathLike[str]) -> None:
+        """Continue where ``save_checkpoint`` stopped, bit for bit. Nothing changes when it does not fit.
+
+        Raises:
+            InputError: Not a checkpoint, or of another model or optimizer.
+        """
+        values, extra = checkpoint.load(folder)
+        own = self._checkpoint_values()
+        checkpoint.check_names(str(folder), own, values)
+        checkpoint.assign(str(folder), list(own.items()), values)
+        self.steps = int(extra["steps"])
+        for name, value in extra["scalars"].items():
+            if name in self.signature.scalars:
+                self._memory.persistent[name][...] = value
+
+    def export_inference(self, path: str | os.PathLike[str]) -> pathlib.Path:
+        """Write the model in evaluation mode with its present values. See ``ortgraph.runtime.inference_export``."""
+        values = {n: self._memory.persistent[n] for n in self._module_sources()}
+        return inference_export.export_inference(self.graph, values, path)
+
+    def trained_graph(self) -> TrainingGraph:
+        """A copy of the graph whose values are the present ones (to save, or to go on with another pipeline)."""
+        graph = self.graph.clone()
+        states = {s.input for s in self.signature.states}
+        names = [*self._module_sources(), *sorted(states)]
+        graph.values = {**self.graph.values, **{n: self._memory.persistent[n].copy() for n in names}}
+        return graph
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of parameters and buffers."""
+        return sum(self._memory.persistent[n].nbytes for n in self._module_sources())
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of optimizer and random states."""
+        return sum(self._memory.persistent[s.input].nbytes for s in self.signature.states)
+
+    def _load_values(self, graph: TrainingGraph) -> None:
+        """Persistent buffers for everything but the batch. States start at zero unless the graph holds a value."""
+        signature = self.signature
+        for role, name in signature.graph_inputs():
+            if role in ("input", "tangent"):
+                continue
+            value = self._inputs.get(name)
+            shape = None if value is None else static_shape(value)
+            if value is None or shape is None or value.dtype is None:
+                raise InputError(
+                    f"{role} %{name} is not a graph input with a static shape", "`ortgraph verify` shows what is wrong"
+                )
+            buffer = self._memory.add(name, value.dtype.numpy(), shape)
+            if role in ("parameter", "frozen", "buffer") and name not in graph.values:
+                raise InputError(
+                    f"{role} {name!r} has no value", "keep the .safetensors beside the .onnx, or set graph.values"
+                )
+            if name in graph.values:
+                checkpoint.assign("the graph's values", [(name, buffer)], graph.values)
+        for name, default in signature.scalars.items():
+            self._memory.persistent[name][...] = default
+
+    def _module_sources(self) -> list[str]:
+        return [*(p.name for p in self.signature.parameters), *(b.name for b in self.signature.buffers)]
+
+    def _module_names(self) -> dict[str, str]:
+        """Graph input by module name, tied names included."""
+        parameters = {n: p.name for p in self.signature.parameters for n in (p.name, *p.tied)}
+        return parameters | {n: b.name for b in self.signature.buffers for n in (b.name, *b.tied)}
+
+    def _checkpoint_values(self) -> dict[str, np.ndarray]:
+        persistent = self._memory.persistent
+        values = {n: persistent[n] for n in self._module_sources()}
+        values.update({f"state/{s.name}": persistent[s.input] for s in self.signature.states})
+        return values
+
+    def _require_optimizer(self, what: str) -> None:
+        if not self.has_optimizer:
+            raise InputError(
+                f"{what}: the graph (stage {self.signature.stage}) has no optimizer",
+                "ortgraph.optimize(graph, optimizer=ortgraph.optim.AdamW(...)), or session.gradients(batch)",
+            )
