@@ -59,6 +59,15 @@ NO_GRADIENT_INPUTS: dict[str, tuple[int, ...]] = {
 }
 
 MASKED = 1e9  # a mask's "minus infinity" is at least this large; no weight is
+_VECTORS: dict[str, tuple[int, ...]] = {  # inputs that hold a scale or a bias
+    "BatchNormalization": (1, 2),
+    "Conv": (2,),
+    "ConvTranspose": (2,),
+    "Gemm": (2,),
+    "GroupNormalization": (1, 2),
+    "InstanceNormalization": (1, 2),
+    "LayerNormalization": (1, 2),
+}
 _SCALING = ("Div", "Max", "Min", "Mul", "Pow", "Sub")
 _MASKING = ("Add", "Cast", "Expand", "Gather", "Max", "Min", "Reshape", "Slice", "Squeeze", "Sub", "Unsqueeze", "Where")
 
@@ -107,8 +116,10 @@ def assign_roles(graph: ir.Graph, trainable: Sequence[str] | None, candidates: C
             continue
         (fixed if _is_number(value) or _is_mask(value) else weights).append(name)
     if trainable is None:
+        _warn_of_merged(graph, weights)
         return Roles(tuple(weights), (), tuple(buffers))
     chosen = _choose(graph, trainable, weights, fixed, buffers)
+    _warn_of_merged(graph, chosen)
     order = [n for n in graph.initializers if n in chosen]
     return Roles(tuple(order), tuple(n for n in weights if n not in chosen), tuple(buffers))
 
@@ -140,6 +151,25 @@ def _is_mask(value: ir.Value) -> bool:
         return False
     numbers = value.const_value.numpy()
     return bool((np.abs(numbers) >= min(MASKED, float(ml_dtypes.finfo(numbers.dtype).max))).any())
+
+
+def _warn_of_merged(graph: ir.Graph, trained: Collection[str]) -> None:
+    """Exporters store equal tensors once: norms and biases that all start as ones or zeros are then one parameter."""
+    merged = [
+        name
+        for name, value in graph.initializers.items()
+        if name in trained
+        and value.shape is not None
+        and len(value.shape) == 1
+        and len({u.node for u in value.uses() if u.idx in _VECTORS.get(u.node.op_type, ())}) > 1
+    ]
+    if merged:
+        more = f" and {len(merged) - 3} more" if len(merged) > 3 else ""
+        warnings.warn(
+            f"{', '.join(merged[:3])}{more}: each is read as the scale or bias of several layers, which train it as "
+            "one; if the exporter merged equal tensors, export again: torch.onnx.export(..., optimize=False)",
+            stacklevel=4,
+        )
 
 
 def _choose(

@@ -105,6 +105,20 @@ def test_folded_masks_and_scales_train_only_when_named(onnx_tools):
         from_onnx(model, "loss", ["w", "ma*"])
 
 
+def test_merged_scales_are_noticed(onnx_tools):
+    """PyTorch's exporter stores the ones of two norms once; training then ties them."""
+    text = HEAD + (
+        ", float[3] one, float[3] other) => (float loss) { h = MatMul(x, w) a = LayerNormalization(h, one)"
+        " b = Sin(a) y = LayerNormalization(b, %s)" + TAIL
+    )
+    values = {"w": W, "one": np.ones(3, np.float32), "other": np.ones(3, np.float32)}
+    with pytest.warns(UserWarning, match=r"^one: each is read .* optimize=False"):
+        from_onnx(onnx_tools.make_model(text % "one", **values), "loss", ["w", "one"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        from_onnx(onnx_tools.make_model(text % "other", **values), "loss")
+
+
 def test_weights_in_a_file_beside_the_model(onnx_tools, tmp_path, monkeypatch):
     """PyTorch's exporter writes weights to ``<name>.onnx.data``; the model may lie in any folder."""
     text = HEAD + ", float[1,3] a) => (float loss) { h = MatMul(x, w) y = Mul(h, a)" + TAIL
