@@ -89,9 +89,8 @@ def replace_value(old: ir.Value, new: ir.Value) -> None:
     new_output.shape, new_output.type = old.shape, old.type
     name = old.name
     old.name = None
-    for i, output in enumerate(graph.outputs):
-        if output is old:
-            graph.outputs[i] = new_output
+    while old.is_graph_output():
+        graph.outputs[graph.outputs.index(old)] = new_output
     new_output.name = name
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import onnx_ir as ir
@@ -117,7 +118,7 @@ def _names(kind: str, got: list[str], wanted: list[str]) -> Found:
         yield f"graph {kind} %{name} of the signature is missing", None
     for name in sorted(set(got) - set(wanted)):
         yield f"graph {kind} %{name} is not in the signature", None
-    for name in sorted({n for n in got if got.count(n) > 1}):
+    for name in sorted(n for n, count in Counter(got).items() if count > 1):
         yield f"graph {kind} %{name} stands twice", None
 
 

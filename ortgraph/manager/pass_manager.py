@@ -19,6 +19,7 @@ from ortgraph.manager.pipeline_text import pipeline_text
 from ortgraph.ops.spec import COMPOSITE, spec_of
 
 logger = logging.getLogger(__name__)
+Look = tuple[str, rules.Fingerprint]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,10 +95,13 @@ class PassManager:
         if self.verify != "off":
             rules.verify(graph, self.verify, by="(input graph)")
         sequence = self._sequence(graph.stage)
-        records = tuple(self._run_pass(p, graph) for p in sequence)
-        return PipelineReport(
-            pipeline_text(sequence), records, nodes, graph.node_count(), self.verify, time.perf_counter() - started
-        )
+        records = []
+        before = _look(graph) if self.verify != "off" else None
+        for p in sequence:
+            record, before = self._run_pass(p, graph, before)
+            records.append(record)
+        seconds = time.perf_counter() - started
+        return PipelineReport(pipeline_text(sequence), tuple(records), nodes, graph.node_count(), self.verify, seconds)
 
     def _sequence(self, stage: str) -> list[ir.passes.PassBase]:
         """The passes with those of ``passes_after`` put where the pipeline leaves their stage."""
@@ -113,7 +117,10 @@ class PassManager:
                 sequence.extend(self.passes_after.get(stage, ()))
         return sequence
 
-    def _run_pass(self, p: ir.passes.PassBase, graph: TrainingGraph) -> PassRecord:
+    def _run_pass(
+        self, p: ir.passes.PassBase, graph: TrainingGraph, before: Look | None
+    ) -> tuple[PassRecord, Look | None]:
+        """Run one pass. ``before`` is the graph as the last pass left it; returned is how this one leaves it."""
         name = p.name if isinstance(p, GraphPass) else type(p).__name__
         moves = isinstance(p, GraphPass) and p.sets_stage is not None
         if isinstance(p, GraphPass) and graph.stage not in p.stages:
@@ -122,9 +129,7 @@ class PassManager:
                 "put it earlier in the pipeline, or start from an earlier graph",
             )
         nodes_before = graph.node_count()
-        checking = time.perf_counter()
-        before = (text_hash(graph), rules.fingerprint(graph, draw_identity)) if self.verify != "off" else None
-        verify_seconds = time.perf_counter() - checking
+        after: Look | None = None
         for instrument in self.instruments:
             instrument.before(p, graph)
         started = time.perf_counter()
@@ -135,8 +140,8 @@ class PassManager:
             if moves:
                 graph.signature = graph.signature.replace(stage=p.sets_stage)  # type: ignore[attr-defined]
             if before is not None:
-                self._check(p, name, graph, outcome, before)
-            verify_seconds += time.perf_counter() - checking
+                after = self._check(p, name, graph, outcome, before)
+            verify_seconds = time.perf_counter() - checking
         except OrtgraphError as error:
             for instrument in self.instruments:
                 instrument.failed(p, graph, error)
@@ -155,7 +160,7 @@ class PassManager:
         logger.debug("%s: modified=%s %s", name, record.modified, record.counts)
         for instrument in self.instruments:
             instrument.after(p, graph, record)
-        return record
+        return record, after
 
     def _check(
         self,
@@ -163,13 +168,14 @@ class PassManager:
         name: str,
         graph: TrainingGraph,
         outcome: Outcome,
-        before: tuple[str, rules.Fingerprint],
-    ) -> None:
+        before: Look,
+    ) -> Look:
         if not graph.has_signature:
             raise PassError(f"pass {name} removed the signature from the model's metadata", "keep ortgraph.* metadata")
         moves = isinstance(p, GraphPass) and p.sets_stage is not None
         rules.verify(graph, self.verify, by=name)
-        changed = text_hash(graph) != before[0]
+        after = _look(graph)
+        changed = after[0] != before[0]
         if moves or not isinstance(p, GraphPass):
             # Foreign passes count metadata and names as change; the record tells what a runtime sees.
             outcome.modified = changed
@@ -178,7 +184,13 @@ class PassManager:
         elif outcome.modified and not changed:
             raise PassError(f"pass {name} says that it changed the graph and did not", "count changes, not candidates")
         binds = getattr(p, "binds_inputs", False)
-        rules.compare(before[1], rules.fingerprint(graph, draw_identity), name, moves_stage=moves, binds_inputs=binds)
+        rules.compare(before[1], after[1], name, moves_stage=moves, binds_inputs=binds)
+        return after
+
+
+def _look(graph: TrainingGraph) -> Look:
+    """What is compared around a pass: a hash of the text, and what must survive."""
+    return text_hash(graph), rules.fingerprint(graph, draw_identity)
 
 
 def _call(p: ir.passes.PassBase, graph: TrainingGraph, name: str) -> Outcome:
