@@ -88,7 +88,7 @@ def _forward_signature(s: Signature) -> Signature:
 def _keep_outputs(graph: ir.Graph, names: set[str]) -> None:
     """Drop all other outputs, and the nodes, inputs and constants that only those needed."""
     kept = [v for v in graph.outputs if v.name in names]
-    del graph.outputs[:]
+    graph.outputs.clear()
     graph.outputs.extend(kept)
     needed = set(needed_nodes(graph, kept))
     graph.remove([n for n in graph if n not in needed], safe=True)
@@ -96,7 +96,7 @@ def _keep_outputs(graph: ir.Graph, names: set[str]) -> None:
         if not value.uses() and not value.is_graph_output():
             del graph.initializers[name]
     signature_inputs = [v for v in graph.inputs if v.uses() or v.is_graph_output()]
-    del graph.inputs[:]
+    graph.inputs.clear()
     graph.inputs.extend(signature_inputs)
 
 

@@ -46,3 +46,15 @@ def test_output_replaced_by_a_value_that_cannot_take_the_name(linear_graph, kind
 
 def node_of_output(value):
     return value.producer()
+
+
+def test_output_that_stands_in_no_list_is_no_endless_search(linear_graph):
+    """`del graph.outputs[:]` leaves values marked as outputs; replacing one must still end."""
+    g = linear_graph.graph
+    old = g.outputs[2]
+    kept = list(g.outputs)[:2]
+    del g.outputs[:]
+    g.outputs.extend(kept)
+    build = Builder(g, "test", before=old.producer())
+    replace_value(old, build.op("Neg", old.producer().inputs[0]))
+    assert list(g.outputs) == kept
