@@ -89,7 +89,7 @@ def replace_value(old: ir.Value, new: ir.Value) -> None:
     new_output.shape, new_output.type = old.shape, old.type
     name = old.name
     old.name = None
-    outputs = graph.outputs.copy()  # a plain list: searching the graph's own container is slow
+    outputs = graph.outputs[:]  # a plain list: searching the graph's own container is slow
     for _ in range(outputs.count(old)):
         at = outputs.index(old)
         graph.outputs[at] = outputs[at] = new_output

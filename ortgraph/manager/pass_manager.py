@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import onnx_ir as ir
 
@@ -96,10 +98,11 @@ class PassManager:
             rules.verify(graph, self.verify, by="(input graph)")
         sequence = self._sequence(graph.stage)
         records = []
-        before = _look(graph) if self.verify != "off" else None
-        for p in sequence:
-            record, before = self._run_pass(p, graph, before)
-            records.append(record)
+        with _collector_paused():
+            before = _look(graph) if self.verify != "off" else None
+            for p in sequence:
+                record, before = self._run_pass(p, graph, before)
+                records.append(record)
         seconds = time.perf_counter() - started
         return PipelineReport(pipeline_text(sequence), tuple(records), nodes, graph.node_count(), self.verify, seconds)
 
@@ -186,6 +189,19 @@ class PassManager:
         binds = getattr(p, "binds_inputs", False)
         rules.compare(before[1], after[1], name, moves_stage=moves, binds_inputs=binds)
         return after
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """No cyclic garbage collection meanwhile: it walks the whole graph again and again as passes allocate."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _look(graph: TrainingGraph) -> Look:

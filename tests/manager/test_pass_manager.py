@@ -213,3 +213,12 @@ def test_reproducer_and_dump(linear_graph, tmp_path):
     assert (tmp_path / "r" / "before.onnx").is_file()
     assert "misbehave{how=drop_gradient}" in (tmp_path / "r" / "reproduce.txt").read_text()
     assert [p.name for p in sorted((tmp_path / "d").iterdir())] == ["01-swap-mul.txt"]
+
+
+def test_garbage_collector_is_left_as_it_was(linear_graph):
+    import gc
+
+    assert gc.isenabled()
+    with pytest.raises(PassError):
+        PassManager([Misbehave(how="raise")]).run(linear_graph)
+    assert gc.isenabled()
