@@ -14,7 +14,7 @@ from ortgraph.graph import static_shape
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.shapes import attribute, given, ints_of
 from ortgraph.ops.spec import CONTRIB
-from ortgraph.ops.targets import STOCK, TRAINING
+from ortgraph.ops.targets import STOCK, TRAINING, conv_grad_reason
 
 _BOTH = (TRAINING, STOCK)
 _TRAINING = (TRAINING,)
@@ -106,6 +106,8 @@ def _cross_entropy_grad(builder: Builder, node: ir.Node) -> Sequence[ir.Value | 
 
 
 def _conv_applies(node: ir.Node) -> str | None:
+    if reason := conv_grad_reason(node):
+        return reason
     dilations = node.attributes.get("dilations")
     if any(o.uses() or o.is_graph_output() for o in node.outputs[:1]) and dilations is not None:
         return None if set(dilations.as_ints()) <= {1} else "dilated"

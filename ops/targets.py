@@ -48,11 +48,23 @@ def _in_onnx(op_type: str, opset: int) -> bool:
     return True
 
 
+def conv_grad_reason(node: ir.Node) -> str | None:
+    """Why ONNX Runtime's ConvGrad is not used for a node (inputs dY, X, W); None for two spatial dimensions.
+
+    In 1.19.2 it writes beyond its buffer for one-dimensional grouped convolutions with padding: gradients came out
+    zero, or the heap broke. Only the two-dimensional path is trusted.
+    """
+    weight = node.inputs[2] if len(node.inputs) > 2 else None
+    if weight is not None and weight.shape is not None and len(weight.shape) == 4:
+        return None
+    return "ONNX Runtime's ConvGrad is trusted for two spatial dimensions only"
+
+
 def reason_not_run(node: ir.Node, target: str, opset: int) -> str | None:
     """Why ``target`` cannot run the node's operator; None when it can.
 
     Args:
-        node: Any node; only its domain and operator name count.
+        node: Any node; its domain and operator name count, and the rank of a ConvGrad.
         target: One of TARGETS.
         opset: Version of the standard domain that the graph imports.
     """
@@ -63,6 +75,8 @@ def reason_not_run(node: ir.Node, target: str, opset: int) -> str | None:
             return None
         return f"{node.op_type} is not an ONNX operator at opset {opset}"
     if node.domain == CONTRIB:
+        if node.op_type == "ConvGrad" and (reason := conv_grad_reason(node)):
+            return reason
         if node.op_type in _CONTRIB_COMMON or (training and node.op_type in _CONTRIB_TRAINING):
             return None
         return f"{target} has no CPU kernel for {CONTRIB}.{node.op_type}"
