@@ -8,6 +8,7 @@ import pathlib
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 
 import ortgraph
@@ -181,6 +182,7 @@ def test_dropout_and_batch_norm_become_the_runtimes_own(tmp_path, onnx_tools):
     module = api.Module(str(folder / "training_model.onnx"), state, str(folder / "eval_model.onnx"))
     x = np.random.default_rng(0).standard_normal((8, 4, 3, 3)).astype(np.float32) + 2.0
     module.train()
+    onnxruntime.set_seed(7)  # the runtime's generator draws the same for seeds 0 and 1, which follow each other
     losses = [float(np.asarray(module(x)).reshape(-1)[0]) for _ in range(3)]
     assert len(set(losses)) == 3, "dropout drew the same mask"
     mean = np.array(state.parameters["mean"].data)
