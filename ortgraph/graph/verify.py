@@ -158,7 +158,7 @@ def _same_type(what: str, a: ir.Value | None, b: ir.Value | None) -> Found:
         yield f"{what} is {b.dtype}{list(b.shape)}, expected {a.dtype}{list(a.shape)}", b.producer()
 
 
-@rule("opset-window", "runtime", "ONNX opset 18 to 21 and IR version at most 10: what both runtimes take.")
+@rule("opset-window", "runtime", "ONNX opset 13 to 21 and IR version at most 10: what both runtimes take.")
 def _opset(graph: TrainingGraph) -> Found:
     version = graph.graph.opset_imports.get("", 18)
     if not 13 <= version <= 21:
