@@ -65,34 +65,45 @@ def sources() -> list[pathlib.Path]:
 
 
 def build() -> pathlib.Path:
-    """The path of the compiled library; compiles it when the cache has none for this machine and these sources.
+    """The path of the compiled kernel library; see ``build_library``."""
+    return build_library(_LIBRARY, sources())
+
+
+def build_library(name: str, files: Sequence[pathlib.Path]) -> pathlib.Path:
+    """The path of a compiled library; compiles it when the cache has none for this machine and these sources.
+
+    Args:
+        name: File name of the library.
+        files: Its sources and headers; every ``.cpp`` is one unit.
 
     Raises:
         RuntimeSetupError: No compiler, a compiler error, or a cache folder that cannot be written.
     """
     compiler = find_compiler()
     flags, link = (*_FLAGS, *_width_flags()), ("-shared", *_link_flags())
-    folder = cache_folder() / _key(compiler, (*flags, *link))
-    library = folder / _LIBRARY
+    folder = cache_folder() / _key(compiler, (*flags, *link), files)
+    library = folder / name
     if library.is_file():
         return library
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            fresh = pathlib.Path(scratch) / _LIBRARY
-            _compile(compiler, flags, link, fresh)
+            fresh = pathlib.Path(scratch) / name
+            _compile(compiler, flags, link, files, fresh)
             os.replace(fresh, library)
     except OSError as error:
         raise RuntimeSetupError(
-            f"the kernel library cannot be written to {folder}: {error}", "set ORTGRAPH_CACHE_DIR to a writable folder"
+            f"{name} cannot be written to {folder}: {error}", "set ORTGRAPH_CACHE_DIR to a writable folder"
         ) from error
     return library
 
 
-def _compile(compiler: str, flags: Sequence[str], link: Sequence[str], target: pathlib.Path) -> None:
-    units = [path for path in sources() if path.suffix == ".cpp"]
+def _compile(
+    compiler: str, flags: Sequence[str], link: Sequence[str], files: Sequence[pathlib.Path], target: pathlib.Path
+) -> None:
+    units = [path for path in files if path.suffix == ".cpp"]
     objects = [str(target.with_name(f"{unit.stem}.o")) for unit in units]
-    logger.info("compiling kernels with %s %s", compiler, " ".join(flags))
+    logger.info("compiling %s with %s %s", target.name, compiler, " ".join(flags))
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = [
             pool.submit(_call, compiler, *flags, "-c", str(unit), "-o", made)
@@ -111,13 +122,13 @@ def _call(compiler: str, *arguments: str) -> None:
         raise RuntimeSetupError(f"{compiler} took longer than {_TIMEOUT} s", "set CXX to another compiler") from error
     if done.returncode != 0:
         raise RuntimeSetupError(
-            f"{compiler} failed on the kernel sources:\n{done.stderr[-2000:]}", "set CXX to g++ 9 or newer"
+            f"{compiler} failed on the sources:\n{done.stderr[-2000:]}", "set CXX to g++ 9 or newer"
         )
 
 
-def _key(compiler: str, flags: Sequence[str]) -> str:
+def _key(compiler: str, flags: Sequence[str], files: Sequence[pathlib.Path]) -> str:
     digest = hashlib.sha256()
-    for path in sources():
+    for path in files:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     for fact in (_version(compiler), *flags, platform.machine(), *_processor()):
         digest.update(fact.encode() + b"\0")
