@@ -1,0 +1,106 @@
+"""Memory planning against its targets and lower bounds: layout, order, recompute, PyTorch's budget, runtime, scale.
+
+python -m bench.memory --all --data FOLDER [--json out.json] [--suite layout,order] [--instances rlg1,C]
+
+Every suite prints rows of (suite, instance, setting, value, bound, target, met, seconds). Instances are found in the
+folder by their format (``bench.planning_data``); those without a published figure get a row with a bound and no target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import os
+import pathlib
+from collections.abc import Callable, Iterable, Iterator
+
+from bench.memory_rows import COLUMNS, Row, row, summary, text, write_json
+from bench.planning_data import data_folder
+from ortgraph.errors import OrtGraphError
+
+# Each module has ``run(setup) -> Iterator[Row]``.
+SUITES = {
+    "layout": "bench.memory_layout",
+    "order": "bench.memory_order",
+    "recompute": "bench.memory_recompute",
+    "pytorch": "bench.memory_pytorch",
+    "runtime": "bench.memory_runtime",
+    "scale": "bench.memory_scale",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What a suite is asked to run.
+
+    Attributes:
+        data: Folder with instances; None when no suite needs one.
+        instances: Only instances whose name contains one of these; empty for all.
+    """
+
+    data: pathlib.Path | None
+    instances: tuple[str, ...] = ()
+
+    def wants(self, name: str) -> bool:
+        return not self.instances or any(part in name for part in self.instances)
+
+
+def run_suites(names: Iterable[str], setup: Setup, shown: Callable[[Row], None]) -> list[Row]:
+    """Rows of all suites. A suite that fails gives one row without a value that counts as short."""
+    rows: list[Row] = []
+    for name in names:
+        for made in _rows_of(name, setup):
+            rows.append(made)
+            shown(made)
+    return rows
+
+
+def _rows_of(name: str, setup: Setup) -> Iterator[Row]:
+    try:
+        yield from importlib.import_module(SUITES[name]).run(setup)
+    except (OrtGraphError, ImportError, NotImplementedError) as error:
+        yield row(name, "-", f"not run: {error}", None, at_most=0)
+
+
+def _print_table(rows: list[Row]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*COLUMNS[:-2], "", "seconds")
+    for column in table.columns[3:]:
+        column.justify = "right"
+    for r in rows:
+        mark = {True: "met", False: "[bold red]SHORT[/]", None: ""}[r.met]
+        table.add_row(r.suite, r.instance, r.setting, text(r.value), text(r.bound), text(r.target), mark, f"{r.seconds:.2f}")
+    Console(width=None if os.isatty(1) else 150).print(table)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--all", action="store_true", help="every suite (the default)")
+    parser.add_argument("--suite", default=",".join(SUITES), help="suites to run, separated by commas")
+    parser.add_argument("--instances", default="", help="only instances whose name contains one of these")
+    parser.add_argument("--data", help="folder with planning instances (else ORTGRAPH_PLANNING_DATA)")
+    parser.add_argument("--json", type=pathlib.Path, help="write the rows there")
+    options = parser.parse_args(arguments)
+    names = list(SUITES) if options.all else [s for s in options.suite.split(",") if s]
+    if unknown := [n for n in names if n not in SUITES]:
+        parser.error(f"no suite {unknown[0]!r}; there are {', '.join(SUITES)}")
+    needs_data = {"layout", "order", "recompute"}.intersection(names)
+    data = data_folder(options.data) if needs_data or options.data else None
+    setup = Setup(data, tuple(p for p in options.instances.split(",") if p))
+
+    def shown(r: Row) -> None:
+        print(f"{r.suite:9} {r.instance:22} {r.setting:48} {text(r.value):>16} {'SHORT' if r.met is False else ''}", flush=True)
+
+    rows = run_suites(names, setup, shown)
+    _print_table(rows)
+    print(summary(rows))
+    if options.json:
+        write_json(rows, options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
