@@ -47,6 +47,11 @@ def _grad_types(node: ir.Node) -> Types:
     return [typed(given(node, 1))]
 
 
+def _both_types(node: ir.Node) -> Types:
+    logits = given(node, 1)
+    return [retyped(logits, ()), typed(logits)][: len(node.outputs)]
+
+
 def kept_rows(
     b: Builder, target: ir.Value, weight: ir.Value | None, ignore: int | None, like: ir.Value
 ) -> tuple[ir.Value | None, ir.Value, ir.Value]:
@@ -151,6 +156,14 @@ def _expand_cross_entropy(b: Builder, node: ir.Node) -> list[ir.Value | None]:
     return [loss, log_prob, total]
 
 
+def _expand_both(b: Builder, node: ir.Node) -> list[ir.Value | None]:
+    factor, logits, target, weight = *operands(node, 3), given(node, 3)
+    ignore = attribute(node, "ignore_index", DEFAULT_IGNORE)
+    log_prob = b.op("LogSoftmax", logits, axis=1)
+    loss = nll_loss(b, log_prob, target, weight, "sum", ignore)[0] if wanted(node, 0) else None
+    return [loss, cross_entropy_grad(b, factor, log_prob, target, weight, None, "sum", ignore)]
+
+
 def _expand_grad(function):
     def expand(b: Builder, node: ir.Node) -> list[ir.Value]:
         return [function(b, *node.inputs[:3], given(node, 3), given(node, 4), *_options(node))]
@@ -189,6 +202,14 @@ register(
         expand=_expand_grad(cross_entropy_grad),
         flops=elements_flops(4),
         doc="dLogits = dLoss w[t] / TotalWeight (mean) (exp(LogProb) - onehot(t))",
+    ),
+    OpSpec(
+        COMPOSITE,
+        "CrossEntropyAndGrad",
+        infer=_both_types,
+        expand=_expand_both,
+        flops=elements_flops(10),
+        doc="Loss = -sum w[t] LogSoftmax(Logits)[t]; dLogits = Factor w[t] (Softmax(Logits) - onehot(t))",
     ),
 )
 register(

@@ -74,7 +74,10 @@ register(
         "", "MatMul", precision="accumulate", infer=_matmul_types,
         flops=lambda node: product_flops(node, _inner(given(node, 0), -1)), doc="Y = A B",
     ),
-    OpSpec("", "Gemm", precision="accumulate", infer=_gemm_types, flops=_gemm_flops, doc="Y = alpha A' B' + beta C"),
+    OpSpec(
+        "", "Gemm", precision="accumulate", inplace=((2, 0),), infer=_gemm_types, flops=_gemm_flops,
+        doc="Y = alpha A' B' + beta C",
+    ),
     OpSpec("", "Einsum", precision="accumulate", flops=_einsum_flops, doc="Y = sum of products by the equation"),
     OpSpec("", "LSTM", precision="float32", doc="long short-term memory over a sequence"),
     OpSpec("", "GRU", precision="float32", doc="gated recurrent unit over a sequence"),

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ortgraph.ops.builder import Builder
 
 _LAST_AXIS = frozenset({"Softmax", "SoftmaxGrad", "LogSoftmaxGrad"})
-_MATRIX = {"CrossEntropy": 0, "CrossEntropyGrad": 1}  # the input that must be [N, C]
+_MATRIX = {"CrossEntropy": 0, "CrossEntropyGrad": 1, "CrossEntropyAndGrad": 1}  # the input that must be [N, C]
 
 
 def library_path() -> pathlib.Path:

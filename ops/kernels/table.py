@@ -187,6 +187,10 @@ _ENTRIES = (
         "CrossEntropyGrad", ("dLoss", "LogProb", "Target", "Weight?", "TotalWeight?"), ("dLogits",), _LOSS, ((1, 0),),
         integers=_TARGET, doc="dLogits = dLoss w[t] / TotalWeight (exp(LogProb) - onehot(t)) for [N, C]",
     ),
+    _composite(
+        "CrossEntropyAndGrad", ("Factor", "Logits", "Target", "Weight?"), ("Loss?", "dLogits"), ("ignore_index",),
+        ((1, 1),), integers=_TARGET, scratch=_per_row(1), doc="the composite for Logits [N, C], each row read once",
+    ),
     KernelEntry(
         "CrossEntropyStatistics", ("Logits", "Target", "Weight?"), ("Loss?", "LogSumExp?", "TotalWeight?"), _LOSS,
         integers=_TARGET, scratch=_per_row(0), doc="CrossEntropy that saves LogSumExp [N] instead of LogProb [N, C]",

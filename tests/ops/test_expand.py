@@ -115,6 +115,7 @@ def test_every_opset_of_the_window(operator_case, opset):
         operator_case("Gelu", [x], opset=opset),
         operator_case("CrossEntropy", [x, indices], 3, opset=opset),
         operator_case("CrossEntropyGrad", [np.array(1.0), x, indices, None, total], opset=opset),
+        operator_case("CrossEntropyAndGrad", [np.array(1.0), x, indices], 2, opset=opset),
         operator_case("NllLossGrad", [np.array(1.0), x, indices, None, total], opset=opset),
         operator_case("EmbeddingGrad", [dy, indices], rows=3, padding_idx=1, opset=opset),
         operator_case("Dropout", [x, *counters], 2, ratio=0.3, node=1, opset=opset),

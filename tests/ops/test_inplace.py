@@ -64,6 +64,11 @@ def scatter(s):
     return [[f(s), rng.integers(0, s[0], s), f(s)], [f(s), rng.integers(0, s[0], (1, *s[1:])), f((1, *s[1:]))]]
 
 
+def gemm(s):
+    rows, columns = (s[0], s[-1]) if len(s) > 1 else (3, s[0])
+    return [[f((rows, k)), f((k, columns)), f((rows, columns))] for k in (1, 9, 40)]
+
+
 def adam(s):
     return [[np.array(0.1, np.float32), np.array(1, np.int64), f(s), f(s), f(s), np.abs(f(s))]]
 
@@ -84,6 +89,7 @@ INPUTS = {
     "Not": [as_dtype(one, np.bool_)],
     "Where": [where],
     "ScatterElements": [scatter],
+    "Gemm": [gemm],
     "LayerNormalization": [norm],
     "Clip": [lambda s: [[f(s), np.array(-0.2, np.float32), np.array(0.5, np.float32)]]],
     **dict.fromkeys(
@@ -114,6 +120,7 @@ ATTRIBUTES = {
     "Softmax": [{"axis": -1}, {"axis": 0}],
     "LogSoftmax": [{"axis": -1}, {"axis": 0}],
     "SoftmaxGrad_13": [{"axis": -1}, {"axis": 0}],
+    "Gemm": [{}, {"alpha": 0.5, "beta": 0.7}],
 }
 OUTPUTS = {"InPlaceAccumulatorV2": 2, "AdamOptimizer": 4}
 INFERENCE_CONTRIB = {"BiasGelu"}

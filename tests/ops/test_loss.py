@@ -59,6 +59,8 @@ def test_cross_entropy(operator_case, shape, reduction, weighted, ignored):
     case.check([loss, log_prob, total])
     case = operator_case("CrossEntropyGrad", [seed, log_prob, target, weight, total], reduction=reduction)
     case.check([gradient])
+    if reduction == "sum":
+        operator_case("CrossEntropyAndGrad", [seed, x, target, weight], 2, ignore_index=-100).check([loss, gradient])
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.int32])

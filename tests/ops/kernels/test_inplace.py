@@ -80,6 +80,7 @@ CASES = {
     "ScaledSoftmaxGrad": (_softmax(), 1, {"scale": 0.3}),
     "CrossEntropy": ([_SCORES, _TARGET], 3, {}),
     "CrossEntropyGrad": ([np.float32(2), _SCORES - 5, _TARGET, None, np.float32(9)], 1, {}),
+    "CrossEntropyAndGrad": ([np.float32(2), _SCORES, _TARGET], 2, {}),
     "CrossEntropyStatistics": ([_SCORES, _TARGET], 3, {}),
     "CrossEntropyStatisticsGrad": (
         [np.float32(2), _SCORES, _TARGET, None, np.float32(9), _f(_ROWS) + 5], 1, {},

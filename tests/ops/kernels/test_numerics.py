@@ -242,6 +242,28 @@ def test_cross_entropy(kernel, reduction, weighted, rows, classes):
     close(dx, expected, 64, floor=factor)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("rows,classes", [(1, 2), (37, 19), (300, 131), (2, 40001)])
+def test_cross_entropy_with_its_gradient(kernel, weighted, rows, classes):
+    x, target = f32(rows, classes, scale=3), RNG.integers(0, classes, rows)
+    target[5::3] = 1  # ignored
+    target[0] = 0
+    x[0, 0] = 40  # p is 1 as far as float32 knows
+    weight = (RNG.random(classes) + 0.5).astype(np.float32) if weighted else None
+    wide = t64(x)
+    loss = F.cross_entropy(
+        wide, torch.tensor(target), None if weight is None else torch.tensor(weight, dtype=torch.float64),
+        reduction="sum", ignore_index=1,
+    )  # fmt: skip
+    (expected,) = torch.autograd.grad(loss, wide, torch.tensor(0.37, dtype=torch.float64))
+    got, dx = kernel("CrossEntropyAndGrad", [np.float32(0.37), x, target, weight], 2, ignore_index=1).run()
+    close(got, loss, 16, floor=8 * rows)
+    close(dx, expected, 64, floor=0.6)
+    assert (dx[target == 1] == 0).all()
+    dx[:] = kernel("CrossEntropyAndGrad", [np.float32(np.nan), x, target, weight], 2, ignore_index=1).run()[1]
+    assert (dx[target == 1] == 0).all() and np.isnan(dx[target != 1]).all()
+
+
 def test_cross_entropy_of_ignored_rows_only(kernel):
     x, target = f32(4, 6), np.full(4, -100)
     loss, log_prob, total = kernel("CrossEntropy", [x, target], 3).run()
