@@ -91,3 +91,18 @@ WORKLOADS: dict[str, Callable[..., dict[str, Any]]] = {
     "gpt2-256x4": lambda **k: gpt2(256, 4, 8, 128, **k),
     "vit-192x6": lambda **k: vit(192, 6, 8, 96, **k),
 }
+
+
+def gpt_blocks(
+    width: int = 128, layers: int = 4, batch: int = 8, sequence: int = 128, heads: int = 4
+) -> dict[str, Any]:
+    """The memory reports' GPT: pre-norm blocks without mask, float input, 10 classes on the mean over the sequence."""
+    import torch
+
+    from bench.blocks import GptClassifier
+
+    torch.manual_seed(0)
+    return {
+        "module": GptClassifier(width, layers, heads, classes=10).train(),
+        "batch": {"x": torch.randn(batch, sequence, width), "labels": torch.randint(0, 10, (batch,))},
+    }

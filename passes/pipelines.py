@@ -74,12 +74,21 @@ AFTER_LOWERING = ",".join(
 
 
 def _preset(
-    *before: str, after: str, optimizer: Any, target: str, shapes: Mapping[str, int], accumulation_steps: int
+    *before: str,
+    after: str,
+    optimizer: Any,
+    target: str,
+    shapes: Mapping[str, int],
+    accumulation_steps: int,
+    memory_budget: str | None = None,
 ) -> tuple[ir.passes.PassBase, ...]:
     bind = (f"bind-shapes{{sizes={'|'.join(f'{k}:{v}' for k, v in sorted(shapes.items()))}}}",) if shapes else ()
     head = parse_pipeline(",".join((*bind, *(b for b in before if b), "mark-optimized")))
     attach = (AttachOptimizer.of(optimizer, accumulation_steps),) if optimizer is not None else ()
-    tail = parse_pipeline(",".join((f"lower{{target={target}}}", after, "plan-memory")))
+    plan = "plan-memory"
+    if memory_budget is not None:  # why here: later passes would merge what is evaluated twice
+        plan = f"select-recompute{{budget={memory_budget}}},plan-memory{{keep_order=true}}"
+    tail = parse_pipeline(",".join((f"lower{{target={target}}}", after, plan)))
     return (*head, *attach, *tail)
 
 

@@ -26,6 +26,10 @@ def optimize(out: Output, source: pathlib.Path, output: pathlib.Path, request: R
 
     if request.optimizer is not None:
         raise InputError("--optimizer goes with a graph: artifacts keep their own optimizer", "leave --optimizer out")
+    if request.budget is not None:
+        raise InputError(
+            "--memory-budget goes with a graph: the on-device runtime places memory itself", "leave it out"
+        )
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise InputError(f"{output}: exists and is not an empty folder", "give a new folder: nothing is overwritten")
     options.check_folder(output)

@@ -17,6 +17,7 @@ _OUT = typer.Option("-o", "--output", metavar="OUT", help="Where to write; a fol
 _PIPELINE = typer.Option("-p", "--pipeline", metavar="PIPELINE", help="Passes, not a preset: 'a,b{option=value}'.")
 _OPTIMIZER = typer.Option("--optimizer", metavar="NAME", help="Attach an optimizer: adamw or 'adamw{lr=1e-3}'.")
 _TARGET = typer.Option("--target", help="onnxruntime-training or onnxruntime.")
+_BUDGET = typer.Option("--memory-budget", metavar="BUDGET", help="60% of the activation peak, or bytes: 30MB.")
 _VERIFY = typer.Option("--verify", metavar="LEVEL", help=f"One of {', '.join(LEVELS)}.")
 _REPORT = typer.Option("--report", metavar="FILE", help="Write an HTML report.")
 _EXPLAIN = typer.Option("--explain", metavar="PASS", help="Say what this pass did and why it refused.")
@@ -35,6 +36,7 @@ def run(
     pipeline: Annotated[str | None, _PIPELINE] = None,
     optimizer: Annotated[str | None, _OPTIMIZER] = None,
     target: Annotated[str, _TARGET] = "onnxruntime-training",
+    memory_budget: Annotated[str | None, _BUDGET] = None,
     shapes: Annotated[str | None, options.SHAPES] = None,
     batch: Annotated[pathlib.Path | None, options.BATCH] = None,
     verify: Annotated[str, _VERIFY] = "signature",
@@ -51,7 +53,7 @@ def run(
     """Rewrite a training graph and write it. Nothing is written when a check fails."""
     out = Output(as_json)
     request = make_request(
-        level=level, pipeline=pipeline, optimizer=optimizer, target=target, shapes=shapes, batch=batch, verify=verify,
+        level=level, pipeline=pipeline, optimizer=optimizer, target=target, budget=memory_budget, shapes=shapes, batch=batch, verify=verify,
         explain=explain, print_after=print_after, reproducer=reproducer, plugins=plugin,
     )  # fmt: skip
     if output is None and not bisect:

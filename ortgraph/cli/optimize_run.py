@@ -23,6 +23,7 @@ class Request:
     pipeline: str
     optimizer: Any
     target: str
+    budget: str | None
     sizes: dict[str, int]
     batch: pathlib.Path | None
     verify: str
@@ -38,6 +39,7 @@ def make_request(
     pipeline: str | None,
     optimizer: str | None,
     target: str,
+    budget: str | None,
     shapes: str | None,
     batch: pathlib.Path | None,
     verify: str,
@@ -53,6 +55,7 @@ def make_request(
     """
     from ortgraph.manager import parse_pipeline, registry
     from ortgraph.manager.optimize import TARGETS
+    from ortgraph.plan.budget import check_budget
 
     if verify not in LEVELS:
         raise InputError(f"--verify: unknown level {verify!r}", f"one of {', '.join(LEVELS)}")
@@ -67,6 +70,8 @@ def make_request(
         parse_pipeline(pipeline)
     if pipeline is not None and optimizer is not None:
         raise InputError("--optimizer goes with a preset", "put attach-optimizer{optimizer=adamw} into -p")
+    if pipeline is not None and budget is not None:
+        raise InputError("--memory-budget goes with a preset", "put select-recompute{budget=...} into -p")
     for name in (explain, print_after):
         if name not in (None, EVERY):
             registry.get(name)
@@ -74,6 +79,7 @@ def make_request(
         options.pipeline_of(level, pipeline),
         options.parse_optimizer(optimizer),
         target,
+        None if budget is None else check_budget(budget),
         options.parse_sizes(shapes),
         batch,
         verify,
@@ -103,7 +109,7 @@ def apply(out: Output, graph: TrainingGraph, request: Request) -> Any:
         if request.reproducer is not None:
             instruments.append(Reproducer(request.reproducer))
         result = optimize(
-            graph, request.pipeline, optimizer=request.optimizer, target=request.target, shapes=request.sizes or None,
+            graph, request.pipeline, optimizer=request.optimizer, target=request.target, memory_budget=request.budget, shapes=request.sizes or None,
             passes_after=request.passes_after, verify="runtime" if request.verify == "numerics" else request.verify,
             instruments=instruments,
         )  # fmt: skip
@@ -144,7 +150,12 @@ def _passes(request: Request) -> list[Any]:
 
     if request.pipeline not in registry.preset_names():
         return list(parse_pipeline(request.pipeline))
-    options_ = {"optimizer": request.optimizer, "target": request.target, "shapes": request.sizes}
+    options_ = {
+        "optimizer": request.optimizer,
+        "target": request.target,
+        "shapes": request.sizes,
+        "memory_budget": request.budget,
+    }
     preset = registry.preset(request.pipeline, accumulation_steps=1, **options_)
     passes: list[Any] = []
     for p in preset:

@@ -28,6 +28,7 @@ TABLE: dict[str, str] = {
     "fuse-masked-softmax": "ortgraph.passes.lowering.fuse_masked_softmax:FuseMaskedSoftmax",
     "zero-empty-rows": "ortgraph.passes.lowering.zero_empty_rows:ZeroEmptyRows",
     "fuse-embedding-update": "ortgraph.passes.lowering.fuse_embedding_update:FuseEmbeddingUpdate",
+    "select-recompute": "ortgraph.passes.memory.select_recompute:SelectRecompute",
     "plan-memory": "ortgraph.passes.memory.plan_memory:PlanMemory",
     "eliminate-dead-code": "ortgraph.passes.canonical.eliminate_dead_code:EliminateDeadCode",
     "eliminate-identity": "ortgraph.passes.canonical.eliminate_identity:EliminateIdentity",

@@ -21,9 +21,14 @@ class PlanMemory(GraphPass):
     The plan is of program ``step`` when an optimizer is attached, else of ``gradients``; other programs run the same
     order and are placed when a session needs them.
 
+    Args:
+        keep_order: The file's order is the order of execution as it stands (``select-recompute`` has set it).
+
     Refuses when:
         a shape is symbolic: offsets need numbers, so the session plans per batch shape. The order is set all the same.
     """
+
+    keep_order: bool = False
 
     name: ClassVar[str] = "plan-memory"
     stages: ClassVar[tuple[str, ...]] = ("lowered", "planned")
@@ -37,7 +42,9 @@ class PlanMemory(GraphPass):
         pairs = [(values[i], values[o]) for i, o in (program_pairs(signature, "step") if stepped else ())]
         updates = {new for _, new in pairs}
         loss = loss_value(graph)
-        order = order_updates(g, pairs, [v for v in g.outputs if v not in updates], loss=loss)
+        order = list(g)
+        if not self.keep_order:
+            order = order_updates(g, pairs, [v for v in g.outputs if v not in updates], loss=loss)
         moved = sum(a is not b for a, b in zip(order, tuple(g), strict=True))
         if moved:
             g.remove(order)

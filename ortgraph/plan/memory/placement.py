@@ -104,7 +104,7 @@ def place_values(
         members.setdefault(head, []).extend(live.members(storage))
     for head, values in members.items():
         size = nbytes(head)
-        if size is None or _runs_early(head):
+        if size is None or runs_early(head):
             unbound += [v.name or "" for v in values]
             continue
         lower, upper = (live.born(head), last[head] + 1) if shared else (0, live.end + 1)
@@ -151,20 +151,23 @@ def _place_updates(
     copies = []
     for old, new in pairs:
         storage = live.storage(new)
-        placed_already = storage in live.constants or storage in live.persistent or storage in at_input
-        if (
-            placed_already
-            or _runs_early(storage)
-            or live.born(storage) <= loss_at
-            or not _may_overwrite(live, old, storage)
-        ):
+        if storage in at_input or not may_overwrite_at(live, old, new, loss_at):
             copies.append((old, new))
             continue
         at_input.update((v, old) for v in live.members(storage))
     return copies
 
 
-def _runs_early(value: ir.Value) -> bool:
+def may_overwrite_at(live: Liveness, old: ir.Value, new: ir.Value, loss_at: int) -> bool:
+    """Whether the run may write ``new`` straight over graph input ``old``, in this order and after step ``loss_at``."""
+    storage = live.storage(new)
+    if storage in live.constants or storage in live.persistent or runs_early(storage):
+        return False
+    return live.born(storage) > loss_at and _may_overwrite(live, old, storage)
+
+
+def runs_early(value: ir.Value) -> bool:
+    """Whether ONNX Runtime computes the value as soon as its input is there, wherever its node stands."""
     node = value.producer()
     return node is not None and (node.domain, node.op_type) in _RUN_EARLY
 
@@ -204,7 +207,7 @@ def _reuse_inputs(
 ) -> tuple[dict[ir.Value, ir.Value], dict[ir.Value, int], dict[ir.Value, ir.Value]]:
     """Let nodes write over inputs that die with them. Returns (storage to shared storage, last step, in-place map)."""
     merged: dict[ir.Value, ir.Value] = {}
-    last = {s: live.last(s) for s in live.storages() if s not in at_input and not _runs_early(s)}
+    last = {s: live.last(s) for s in live.storages() if s not in at_input and not runs_early(s)}
     in_place: dict[ir.Value, ir.Value] = {}
     for t, node in enumerate(live.order):
         taken: set[ir.Value] = set()

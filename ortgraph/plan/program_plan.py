@@ -1,0 +1,151 @@
+"""The memory plan of one program of a training graph: order and recomputation under a budget, checked by placing it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+
+import onnx_ir as ir
+
+from ortgraph.analysis.bind_shapes import is_dynamic
+from ortgraph.errors import PlanError
+from ortgraph.graph import TrainingGraph
+from ortgraph.plan.budget import budget_bytes
+from ortgraph.plan.buffers import sequence_buffers
+from ortgraph.plan.graph_problem import GraphProblem, graph_problem
+from ortgraph.plan.memory import MemorySolution, solve_best_fit
+from ortgraph.plan.recompute import MemoryFloor, RecomputeProblem, memory_floor, solve
+from ortgraph.plan.schedule import order_updates
+from ortgraph.plan.simulate import Profile, simulate
+from ortgraph.runtime.program import loss_value, needed_nodes
+from ortgraph.runtime.selection import wanted_outputs
+
+logger = logging.getLogger(__name__)
+_PLACEMENTS = 4  # tries to bring the placed arena under the budget
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramPlan:
+    """What a program needs as it is given, and under a budget.
+
+    Attributes:
+        program: ``step`` or ``gradients``.
+        problem: Operations, values and their nodes; the given order has updates moved (``order_updates``).
+        budget: Bytes for the arena; None without a budget.
+        sequence: Operations in the planned order, recomputations included.
+        before: Profile of the given order.
+        after: Profile of the sequence.
+        arena_before: Placement of the given order.
+        arena: Placement of the sequence.
+        floor: Bytes below which no sequence goes.
+        solver: Solver of the sequence.
+        seconds: Planning time.
+    """
+
+    program: str
+    problem: GraphProblem
+    budget: int | None
+    sequence: tuple[int, ...]
+    before: Profile
+    after: Profile
+    arena_before: MemorySolution
+    arena: MemorySolution
+    floor: MemoryFloor
+    solver: str
+    seconds: float
+
+    @property
+    def recomputed(self) -> int:
+        """Evaluations beyond the first of each operation."""
+        return len(self.sequence) - len(self.problem.nodes)
+
+
+def program_problem(graph: TrainingGraph, program: str | None = None) -> tuple[str, GraphProblem]:
+    """The planning problem of a program of a lowered graph in its order of execution.
+
+    Args:
+        graph: With static shapes.
+        program: ``step``, ``gradients``, ...; None means ``step`` when an optimizer is attached, else ``gradients``.
+
+    Raises:
+        PlanError: A shape is symbolic.
+    """
+    if is_dynamic(graph):
+        raise PlanError("a memory plan needs numbers for all dimensions", "bind them: shapes={...}, --shapes batch=8")
+    if program is None:
+        stepped = any(p.update is not None for p in graph.signature.parameters)
+        program = "step" if stepped else "gradients"
+    names, name_pairs = wanted_outputs(graph.signature, program)
+    values = {v.name: v for v in (*graph.graph.inputs, *graph.graph.outputs)}
+    wanted = [values[n] for n in names]
+    pairs = [(values[i], values[o]) for i, o in name_pairs]
+    order = planned_order(graph, wanted, pairs)
+    return program, graph_problem(graph.graph, order, wanted, pairs, loss_value(graph))
+
+
+def planned_order(
+    graph: TrainingGraph, wanted: list[ir.Value], pairs: list[tuple[ir.Value, ir.Value]]
+) -> list[ir.Node]:
+    """The nodes that the wanted values need, in file order when the graph is planned, else with updates moved."""
+    g = graph.graph
+    if graph.stage == "planned":
+        return needed_nodes(g, wanted)
+    updates = {new for _, new in pairs}
+    order = order_updates(g, pairs, [v for v in g.outputs if v not in updates], loss=loss_value(graph))
+    needed = set(needed_nodes(g, wanted))
+    return [node for node in order if node in needed]
+
+
+def plan_program(
+    graph: TrainingGraph,
+    budget: str | int | None = None,
+    seconds: float = 5.0,
+    reorder: bool = True,
+    program: str | None = None,
+) -> ProgramPlan:
+    """Plan a program's memory. The graph is not changed.
+
+    Args:
+        graph: Lowered, with static shapes.
+        budget: See ``ortgraph.plan.budget``; None plans the given order.
+        seconds: Time for the recompute search.
+        reorder: First evaluations may change their order.
+        program: See ``program_problem``.
+
+    Raises:
+        PlanError: A shape is symbolic, or the budget cannot be met; the message names the operations that set the floor.
+        InputError: The budget is not understood.
+    """
+    start = time.perf_counter()
+    name, problem = program_problem(graph, program)
+    operations = problem.operations
+    given = tuple(operations.given_order())
+    before = simulate(operations, given)
+    arena_before = solve_best_fit(sequence_buffers(operations, given))
+    limit = None if budget is None else budget_bytes(budget, before.peak)
+    sequence, after, arena, solver = given, before, arena_before, "given order"
+    if limit is not None and max(before.peak, arena.arena_bytes) > limit:
+        sequence, after, arena, solver = _fit(problem, limit, seconds, reorder)
+    floor = memory_floor(operations)
+    took = time.perf_counter() - start
+    return ProgramPlan(name, problem, limit, sequence, before, after, arena_before, arena, floor, solver, took)
+
+
+def _fit(
+    problem: GraphProblem, limit: int, seconds: float, reorder: bool
+) -> tuple[tuple[int, ...], Profile, MemorySolution, str]:
+    """A sequence whose placed arena is within the limit; the solver's target goes down by what placement adds."""
+    target = limit
+    for _ in range(_PLACEMENTS):
+        found = solve(RecomputeProblem(problem.operations, target), seconds, reorder)
+        arena = solve_best_fit(sequence_buffers(problem.operations, found.sequence))
+        if arena.arena_bytes <= limit:
+            return found.sequence, simulate(problem.operations, found.sequence), arena, found.solver
+        logger.info("an arena of %d bytes is over the budget of %d: aiming lower", arena.arena_bytes, limit)
+        target -= arena.arena_bytes - limit
+    raise PlanError(
+        f"the budget of {limit} bytes is met by the live values, but no placement of them was found within it "
+        f"(the best takes {arena.arena_bytes})",
+        f"give {arena.arena_bytes} bytes",
+    )
