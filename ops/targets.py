@@ -60,16 +60,29 @@ def conv_grad_reason(node: ir.Node) -> str | None:
     return "ONNX Runtime's ConvGrad is trusted for two spatial dimensions only"
 
 
+def average_pool_grad_reason(node: ir.Node) -> str | None:
+    """Why ONNX Runtime's AveragePoolGrad is not used for a node (input dY); None for one and two spatial dimensions.
+
+    In 1.19.2 its three-dimensional form gives wrong gradients.
+    """
+    dy = node.inputs[0]
+    if dy is not None and dy.shape is not None and len(dy.shape) <= 4:
+        return None
+    return "ONNX Runtime's AveragePoolGrad is trusted for one and two spatial dimensions only"
+
+
 def reason_not_run(node: ir.Node, target: str, opset: int) -> str | None:
     """Why ``target`` cannot run the node's operator; None when it can.
 
     Args:
-        node: Any node; its domain and operator name count, and the rank of a ConvGrad.
+        node: Any node; its domain and operator name count, and the rank of gradients of convolutions and pools.
         target: One of TARGETS.
         opset: Version of the standard domain that the graph imports.
     """
     training = target == TRAINING
     if node.domain in ("", "ai.onnx"):
+        if node.op_type == "AveragePoolGrad" and (reason := average_pool_grad_reason(node)):
+            return reason
         known = node.op_type in _STANDARD_COMMON or (training and node.op_type in _STANDARD_TRAINING)
         if known or _in_onnx(node.op_type, min(opset, _MAX_OPSET[target])):
             return None

@@ -107,6 +107,7 @@ def legalize(model: ir.Model, loss: ir.Value, roles: Roles, names: Names, train_
     path = data_path(graph, loss, roles.trainable)
     legalize_saved.complete_norms(path, names)
     legalize_saved.explicit_pads(path)
+    legalize_saved.row_major_indices(path)
     if legalize_saved.separate_repeated_inputs(path, names):
         path = data_path(graph, loss, roles.trainable)
     finish_unary = stand_in(path, names)

@@ -37,6 +37,25 @@ def add_saved_outputs(graph: ir.Graph, path: list[ir.Node], names: Names) -> int
     return count
 
 
+def row_major_indices(path: list[ir.Node]) -> int:
+    """MaxPools count their indices row by row: the runtime's gradient takes column-major ones for row-major ones.
+
+    Raises:
+        UnsupportedError: Something reads the column-major indices.
+    """
+    count = 0
+    for node in path:
+        if node.op_type != "MaxPool" or not node.attributes.get_int("storage_order", 0):
+            continue
+        if len(node.outputs) > 1 and is_used(node.outputs[1]):
+            raise UnsupportedError(
+                f"node {node.name!r}: the column-major indices of MaxPool are read", "use storage_order=0"
+            )
+        del node.attributes["storage_order"]
+        count += 1
+    return count
+
+
 def complete_norms(path: list[ir.Node], names: Names) -> int:
     """LayerNormalization without bias gets one of zeros: the builder reads it.
 

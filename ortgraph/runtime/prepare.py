@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from ortgraph.analysis.bind_shapes import bind_shapes, infer_unknown, is_dynamic
 from ortgraph.errors import PipelineSyntaxError
 from ortgraph.graph import TrainingGraph
+from ortgraph.ops.expand import can_expand
 from ortgraph.ops.spec import COMPOSITE
+from ortgraph.ops.targets import reason_not_run
 
 logger = logging.getLogger(__name__)
 _LOWERED = ("lowered", "planned")
@@ -36,9 +38,18 @@ def prepare(graph: TrainingGraph, dims: Mapping[str, int], target: str) -> Train
         run_passes(ready, FOLD)
         if infer_unknown(ready):
             run_passes(ready, FOLD)
-    if not lowered or any(node.domain == COMPOSITE for node in ready.graph):
+    if not lowered or _waits(ready, target):
         run_passes(ready, f"lower{{target={target}}},{recorded_tail(graph) or CLEAN}")
     return lift_constants(ready)
+
+
+def _waits(graph: TrainingGraph, target: str) -> bool:
+    """Whether lowering left an operator until sizes are bound: a composite, or one that the target cannot run."""
+    opset = graph.graph.opset_imports.get("", 18)
+    return any(
+        node.domain == COMPOSITE or (reason_not_run(node, target, opset) is not None and can_expand(node))
+        for node in graph.graph
+    )
 
 
 def recorded_tail(graph: TrainingGraph) -> str:
