@@ -9,7 +9,7 @@ import time
 import onnx_ir as ir
 
 from ortgraph.analysis.bind_shapes import is_dynamic
-from ortgraph.errors import PlanError
+from ortgraph.errors import InputError, PlanError
 from ortgraph.graph import TrainingGraph
 from ortgraph.plan.budget import budget_bytes
 from ortgraph.plan.buffers import sequence_buffers
@@ -61,6 +61,15 @@ class ProgramPlan:
         return len(self.sequence) - len(self.problem.nodes)
 
 
+def programs_of(graph: TrainingGraph) -> tuple[str, ...]:
+    """Programs that can be planned, the one that trains first."""
+    signature = graph.signature
+    stepped = ("step",) if any(p.update is not None for p in signature.parameters) else ()
+    accumulates = ("accumulate",) if any(s.kind == "accumulator" for s in signature.states) else ()
+    inputs = ("input_gradients",) if signature.input_gradients else ()
+    return (*stepped, *accumulates, "gradients", *inputs, "loss", "evaluate", "results")
+
+
 def program_problem(graph: TrainingGraph, program: str | None = None) -> tuple[str, GraphProblem]:
     """The planning problem of a program of a lowered graph in its order of execution.
 
@@ -70,12 +79,14 @@ def program_problem(graph: TrainingGraph, program: str | None = None) -> tuple[s
 
     Raises:
         PlanError: A shape is symbolic.
+        InputError: The graph has no such program.
     """
     if is_dynamic(graph):
         raise PlanError("a memory plan needs numbers for all dimensions", "bind them: shapes={...}, --shapes batch=8")
-    if program is None:
-        stepped = any(p.update is not None for p in graph.signature.parameters)
-        program = "step" if stepped else "gradients"
+    known = programs_of(graph)
+    program = program or known[0]
+    if program not in known:
+        raise InputError(f"the graph has no program {program!r}", f"one of {', '.join(known)}")
     names, name_pairs = wanted_outputs(graph.signature, program)
     values = {v.name: v for v in (*graph.graph.inputs, *graph.graph.outputs)}
     wanted = [values[n] for n in names]
@@ -121,15 +132,37 @@ def plan_program(
     name, problem = program_problem(graph, program)
     operations = problem.operations
     given = tuple(operations.given_order())
-    before = simulate(operations, given)
-    arena_before = solve_best_fit(sequence_buffers(operations, given))
-    limit = None if budget is None else budget_bytes(budget, before.peak)
-    sequence, after, arena, solver = given, before, arena_before, "given order"
-    if limit is not None and max(before.peak, arena.arena_bytes) > limit:
-        sequence, after, arena, solver = _fit(problem, limit, seconds, reorder)
+    profile = simulate(operations, given)
+    arena = solve_best_fit(sequence_buffers(operations, given))
     floor = memory_floor(operations)
     took = time.perf_counter() - start
-    return ProgramPlan(name, problem, limit, sequence, before, after, arena_before, arena, floor, solver, took)
+    plan = ProgramPlan(name, problem, None, given, profile, profile, arena, arena, floor, "given order", took)
+    return plan if budget is None else replan(plan, budget, seconds, reorder)
+
+
+def replan(plan: ProgramPlan, budget: str | int, seconds: float = 5.0, reorder: bool = True) -> ProgramPlan:
+    """The same program under another budget; what does not depend on the budget is taken over.
+
+    Args:
+        plan: Any plan of the program.
+        budget: See ``ortgraph.plan.budget``.
+        seconds: Time for the recompute search.
+        reorder: First evaluations may change their order.
+
+    Raises:
+        PlanError: The budget cannot be met.
+        InputError: It is not understood.
+    """
+    start = time.perf_counter()
+    limit = budget_bytes(budget, plan.before.peak)
+    sequence, after = tuple(plan.problem.operations.given_order()), plan.before
+    arena, solver = plan.arena_before, "given order"
+    if max(after.peak, arena.arena_bytes) > limit:
+        sequence, after, arena, solver = _fit(plan.problem, limit, seconds, reorder)
+    return dataclasses.replace(
+        plan, budget=limit, sequence=sequence, after=after, arena=arena, solver=solver,
+        seconds=plan.seconds + time.perf_counter() - start,
+    )  # fmt: skip
 
 
 def _fit(
