@@ -29,6 +29,7 @@ TABLE: dict[str, str] = {
     "zero-empty-rows": "ortgraph.passes.lowering.zero_empty_rows:ZeroEmptyRows",
     "fuse-embedding-update": "ortgraph.passes.lowering.fuse_embedding_update:FuseEmbeddingUpdate",
     "select-recompute": "ortgraph.passes.memory.select_recompute:SelectRecompute",
+    "chunk-loss": "ortgraph.passes.memory.chunk_loss:ChunkLoss",
     "plan-memory": "ortgraph.passes.memory.plan_memory:PlanMemory",
     "eliminate-dead-code": "ortgraph.passes.canonical.eliminate_dead_code:EliminateDeadCode",
     "eliminate-identity": "ortgraph.passes.canonical.eliminate_identity:EliminateIdentity",
