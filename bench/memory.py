@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from bench.memory_rows import COLUMNS, Row, row, summary, text, write_json
 from bench.planning_data import data_folder
-from ortgraph.errors import OrtGraphError
+from ortgraph.errors import OrtgraphError
 
 # Each module has ``run(setup) -> Iterator[Row]``.
 SUITES = {
@@ -59,7 +59,7 @@ def run_suites(names: Iterable[str], setup: Setup, shown: Callable[[Row], None])
 def _rows_of(name: str, setup: Setup) -> Iterator[Row]:
     try:
         yield from importlib.import_module(SUITES[name]).run(setup)
-    except (OrtGraphError, ImportError, NotImplementedError) as error:
+    except (OrtgraphError, ImportError, NotImplementedError) as error:
         yield row(name, "-", f"not run: {error}", None, at_most=0)
 
 

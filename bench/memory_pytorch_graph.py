@@ -18,6 +18,7 @@ from torch._functorch.aot_autograd import aot_module
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.compilers import nop
 from torch.fx.traceback import preserve_node_meta
+from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
 
 from ortgraph.plan.operations import Operation, OperationGraph, PlanValue
@@ -45,8 +46,33 @@ class JointGraph:
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
 
-def trace(module: torch.nn.Module, inputs: torch.Tensor) -> tuple[fx.GraphModule, Callable[[Partition], list[str]]]:
-    """The joint graph, and a function that gives the nodes a partition of it runs, in order."""
+@dataclasses.dataclass(frozen=True)
+class TracedModel:
+    """A joint graph and what PyTorch's partitioners have to know beside it."""
+
+    joint: fx.GraphModule
+    inputs: list[object]
+    outputs: int
+    options: dict[str, object]
+
+    def run(self, partition: Partition, checkpointed: bool = False) -> list[str]:
+        """Names of the nodes that both halves of a partition run, forward first.
+
+        Args:
+            partition: A partitioner.
+            checkpointed: Mark every block's forward nodes as ``torch.compile`` marks those of a checkpoint.
+        """
+        joint = _copy(self.joint)
+        for node in joint.graph.nodes:
+            block = (node.meta.get("custom") or {}).get("block")
+            if checkpointed and block is not None and node.meta.get("partitioner_tag") == "is_forward":
+                node.meta["recompute"], node.meta["ac_graph_id"] = CheckpointPolicy.PREFER_RECOMPUTE, block
+        halves = partition(joint, self.inputs, num_fwd_outputs=self.outputs, **self.options)
+        return [n.name for half in halves for n in half.graph.nodes if n.op == "call_function"]
+
+
+def trace(module: torch.nn.Module, inputs: torch.Tensor) -> TracedModel:
+    """The joint graph of a module that returns its loss, common subexpressions merged as partitioners do first."""
     seen: list[tuple[fx.GraphModule, list[object], int, dict[str, object]]] = []
 
     def keep(joint: fx.GraphModule, values: list[object], *, num_fwd_outputs: int, **options: object):
@@ -56,13 +82,7 @@ def trace(module: torch.nn.Module, inputs: torch.Tensor) -> tuple[fx.GraphModule
     with preserve_node_meta():
         aot_module(module, fw_compiler=nop, bw_compiler=nop, partition_fn=keep)(inputs).backward()
     traced, values, outputs, options = seen[0]
-    joint = fx.GraphModule(traced, fx_graph_cse(traced.graph))  # which partitioners do first
-
-    def run(partition: Partition) -> list[str]:
-        halves = partition(_copy(joint), values, num_fwd_outputs=outputs, **options)
-        return [n.name for half in halves for n in half.graph.nodes if n.op == "call_function"]
-
-    return joint, run
+    return TracedModel(fx.GraphModule(traced, fx_graph_cse(traced.graph)), values, outputs, options)
 
 
 def _copy(joint: fx.GraphModule) -> fx.GraphModule:
@@ -76,21 +96,22 @@ def _copy(joint: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(joint, graph)
 
 
-def convert(joint: fx.GraphModule, order: list[str]) -> JointGraph:
+def convert(traced: TracedModel, order: list[str], gradients_kept: bool = False) -> JointGraph:
     """The planning problem of a joint graph.
 
     Args:
-        joint: The joint graph.
-        order: All its nodes that run, in the given order.
+        traced: The joint graph.
+        order: Its nodes as PyTorch's default partition runs them.
+        gradients_kept: Results live to the end; by default they die at once, as in the published figures.
     """
-    nodes = {n.name: n for n in joint.graph.nodes}
-    results = set(_tensors_of(nodes["output"]))
+    nodes = {n.name: n for n in traced.joint.graph.nodes}
+    results = nodes["output"].all_input_nodes if gradients_kept else []
     value_of: dict[tuple[fx.Node, int], int] = {}  # (node that writes, which result)
     values: list[PlanValue] = []
     operations: list[Operation] = []
     index: dict[str, int] = {}
     kept = {w for n in results for w in _written(n)}
-    for name in order:
+    for name in dict.fromkeys(order):
         node = nodes[name]
         if is_alias(node):
             continue
@@ -136,10 +157,6 @@ def _sizes(node: fx.Node) -> list[int]:
     made = node.meta.get("val")
     parts = made if isinstance(made, (tuple, list)) else [made]
     return [p.numel() * p.element_size() if isinstance(p, torch.Tensor) else 0 for p in parts]
-
-
-def _tensors_of(output: fx.Node) -> list[fx.Node]:
-    return output.all_input_nodes
 
 
 def flops(node: fx.Node) -> int:

@@ -1,0 +1,140 @@
+"""Our recompute selection against PyTorch's activation memory budget and ``checkpoint``, on PyTorch's own joint graphs.
+
+Both are judged by ``ortgraph.plan.simulate``: peak bytes and extra FLOPs of a sequence over the joint graph's operations.
+PyTorch's sequences are the nodes of its forward, then of its backward half, as its partitioner makes them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from bench.memory_rows import Row, row, stopwatch
+from ortgraph.errors import PlanError
+from ortgraph.plan.operations import OperationGraph
+from ortgraph.plan.recompute import RecomputeProblem, memory_floor, solve, validate
+from ortgraph.plan.simulate import Profile, simulate
+
+if TYPE_CHECKING:
+    from bench.memory import Setup
+
+SUITE = "pytorch"
+POINTS = 50
+SECONDS = 3.0  # for each of our solutions
+SAVING = 40.0  # percent fewer extra FLOPs, at peaks of half and below
+LOWEST = {"GPT 4x128": 0.30}
+LEVELS = (0.35, 0.3, 0.25, 0.2, 0.15, 0.1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One partition of PyTorch's: what made it, its peak, and its extra FLOPs in percent."""
+
+    made_by: str
+    peak: int
+    extra: float
+
+
+def run(setup: Setup) -> Iterator[Row]:
+    from bench.memory_pytorch_models import MODELS
+
+    for name in MODELS:
+        if setup.wants(name):
+            yield from _compare(name)
+
+
+def _compare(name: str) -> Iterator[Row]:
+    with stopwatch() as watch:
+        graph, points = pytorch_points(name)
+    base = simulate(graph, graph.given_order()).peak
+    best = frontier(points)
+    yield row(SUITE, name, "PyTorch's default: peak bytes", base, seconds=watch.wall)
+    yield row(SUITE, name, f"PyTorch's lowest peak / default ({len(points)} points)", best[0].peak / base)
+    excess, savings, reached = [], [], base
+    for point in reversed(best):
+        profile, seconds = _ours(graph, point.peak)
+        extra = None if profile is None else 100 * profile.overhead
+        yield row(
+            SUITE, name, f"extra FLOPs % at peak {point.peak / base:.3f} ({point.made_by})", extra,
+            bound=0.0, at_most=point.extra, seconds=seconds,
+        )  # fmt: skip
+        excess.append(float("inf") if extra is None else extra - point.extra)
+        if profile is not None:
+            reached = min(reached, profile.peak)
+        if point.peak <= base / 2 and point.extra > 0:
+            savings.append(-100.0 if extra is None else 100 * (1 - extra / point.extra))
+    worst = max(excess)
+    yield row(
+        SUITE, name, "worst excess of extra FLOPs over PyTorch, points of %", worst if worst < float("inf") else None,
+        at_most=0.0,
+    )  # fmt: skip
+    if savings:
+        yield row(SUITE, name, f"least saving of extra FLOPs % at peaks <= 0.5 ({len(savings)} points)", min(savings), at_least=SAVING)
+    yield from _lowest(name, graph, base, reached)
+
+
+def _lowest(name: str, graph: OperationGraph, base: int, reached: int) -> Iterator[Row]:
+    floor = memory_floor(graph).bytes
+    target = LOWEST.get(name)
+    for level in LEVELS:
+        if level * base < floor:
+            break
+        profile, seconds = _ours(graph, int(level * base))
+        if profile is None:
+            yield row(SUITE, name, f"extra FLOPs % at peak {level:g}", None, bound=0.0, seconds=seconds)
+            break
+        yield row(SUITE, name, f"extra FLOPs % at peak {level:g}", 100 * profile.overhead, bound=0.0, seconds=seconds)
+        reached = min(reached, profile.peak)
+    yield row(SUITE, name, "lowest peak / default", reached / base, bound=floor / base, at_most=target)
+
+
+def _ours(graph: OperationGraph, budget: int) -> tuple[Profile | None, float]:
+    """Our sequence within a budget, judged; None where there is none."""
+    problem = RecomputeProblem(graph, budget)
+    with stopwatch() as watch:
+        try:
+            solution = solve(problem, SECONDS)
+        except PlanError:  # below the floor
+            return None, 0.0
+    if solution.peak > budget:
+        return None, watch.wall
+    validate(problem, solution)
+    return simulate(graph, solution.sequence), watch.wall
+
+
+def pytorch_points(name: str) -> tuple[OperationGraph, list[Point]]:
+    """The joint graph in PyTorch's default order, and what PyTorch makes of it: the budget swept, and checkpoints."""
+    import torch
+    import torch._functorch.config as config
+    from torch._functorch import partitioners
+
+    from bench.memory_pytorch_graph import convert, trace
+    from bench.memory_pytorch_models import MODELS
+
+    make, shape = MODELS[name]
+    torch.manual_seed(0)
+    logging.getLogger("torch._functorch.partitioners").setLevel(logging.ERROR)
+    traced = trace(make(), torch.randn(shape))
+    order = traced.run(partitioners.default_partition)
+    joint = convert(traced, order)
+
+    def point(made_by: str, budget: float, checkpointed: bool = False) -> Point:
+        with config.patch(activation_memory_budget=budget):
+            names = traced.run(partitioners.min_cut_rematerialization_partition, checkpointed)
+        profile = simulate(joint.problem, joint.sequence(names))
+        return Point(made_by, profile.peak, 100 * profile.overhead)
+
+    points = [point("checkpoint", 1.0, checkpointed=True)]
+    points += [point(f"budget {i / (POINTS - 1):.2f}", i / (POINTS - 1)) for i in reversed(range(POINTS))]
+    return joint.problem, points
+
+
+def frontier(points: list[Point]) -> list[Point]:
+    """Points that no other one beats in peak and FLOPs both, lowest peak first."""
+    kept: list[Point] = []
+    for p in sorted(points, key=lambda p: (p.peak, p.extra)):
+        if not kept or p.extra < kept[-1].extra:
+            kept.append(p)
+    return kept
