@@ -80,6 +80,8 @@ def simulate(graph: OperationGraph, sequence: Sequence[int]) -> Profile:
             # Dies at t, made before t: its bytes are free for the result.
             if source in taken or result in taken or dies.get((source, t), t) == t:
                 continue
+            if graph.values[source].kept and t == len(sequence) - 1:
+                continue  # Read after the last step.
             taken |= {source, result}
             live[t] -= graph.values[result].size
     cost, once = sum(graph.operations[i].cost for i in sequence), graph.cost

@@ -1,0 +1,106 @@
+"""The ordering problem in the flat arrays of ``native/order_graph.h``, and the compiled solvers on it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from ortgraph.plan.native import load
+from ortgraph.plan.operations import OperationGraph
+from ortgraph.plan.schedule.walk import direct_predecessors
+
+_FOREVER = 1e9  # seconds
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = [("start", ctypes.c_void_p), ("item", ctypes.c_void_p)]
+
+
+class _Problem(ctypes.Structure):
+    _fields_ = [
+        ("operations", ctypes.c_int),
+        ("values", ctypes.c_int),
+        *((name, ctypes.c_void_p) for name in ("size", "kept", "producer", "scratch")),
+        *((name, _Rows) for name in ("inputs", "outputs", "readers", "before", "behind", "pairs")),
+    ]
+
+
+class CompiledOrder:
+    """The compiled solvers for one graph; ``None`` from ``compiled()`` where they cannot be built."""
+
+    def __init__(self, library: ctypes.CDLL, graph: OperationGraph) -> None:
+        self._library = library
+        self._arrays: list[np.ndarray] = []
+        self._count = len(graph.operations)
+        operations, values = graph.operations, graph.values
+        before = direct_predecessors(graph)
+        behind: list[list[int]] = [[] for _ in before]
+        for i, sources in enumerate(before):
+            for j in sources:
+                behind[j].append(i)
+        # A kept value never dies, so nothing is written over it.
+        pairs = [[v for pair in o.inplace if not values[pair[0]].kept for v in pair] for o in operations]
+        self._problem = _Problem(
+            self._count,
+            len(values),
+            self._array([v.size for v in values], np.int64),
+            self._array([v.kept for v in values], np.uint8),
+            self._array(graph.producer, np.int32),
+            self._array([o.scratch for o in operations], np.int64),
+            self._rows([o.inputs for o in operations]),
+            self._rows([o.outputs for o in operations]),
+            self._rows(graph.readers),
+            self._rows(before),
+            self._rows(behind),
+            self._rows(pairs),
+        )
+
+    def bound(self, orders: Iterable[Sequence[int]], seconds: float | None) -> tuple[int, bool]:
+        """Min-cut bound and whether no term was left out; orders (at least one) prune its candidates."""
+        sequences = np.array([list(o) for o in orders], dtype=np.int32)
+        complete = ctypes.c_int(0)
+        found = self._call(
+            "order_bound",
+            sequences,
+            ctypes.c_int(len(sequences)),
+            ctypes.c_double(_limit(seconds)),
+            ctypes.byref(complete),
+        )
+        return found, bool(complete.value)
+
+    def anneal(
+        self, order: Sequence[int], seconds: float | None, bound: int, rounds: int, seed: int
+    ) -> tuple[list[int], int]:
+        """The best order met from ``order`` on, and its peak; stops at ``bound``."""
+        sequence = np.array(order, dtype=np.int32)
+        peak = self._call(
+            "order_anneal", sequence, ctypes.c_double(_limit(seconds)), ctypes.c_int64(bound), ctypes.c_int(rounds),
+            ctypes.c_uint64(seed),
+        )  # fmt: skip
+        return sequence.tolist(), peak
+
+    def _call(self, name: str, sequences: np.ndarray, *arguments: object) -> int:
+        function = getattr(self._library, name)
+        function.restype = ctypes.c_int64
+        return function(ctypes.byref(self._problem), sequences.ctypes.data_as(ctypes.c_void_p), *arguments)
+
+    def _array(self, items: Sequence[object], dtype: type) -> int:
+        array = np.array(items if len(items) else [0], dtype=dtype)
+        self._arrays.append(array)  # Keeps the memory alive.
+        return array.ctypes.data
+
+    def _rows(self, rows: Sequence[Sequence[int]]) -> _Rows:
+        starts = np.cumsum([0, *(len(r) for r in rows)])
+        return _Rows(self._array(starts, np.int32), self._array([v for r in rows for v in r], np.int32))
+
+
+def compiled(graph: OperationGraph) -> CompiledOrder | None:
+    """The compiled solvers for a graph, None without a compiler."""
+    library = load("order")
+    return None if library is None else CompiledOrder(library, graph)
+
+
+def _limit(seconds: float | None) -> float:
+    return _FOREVER if seconds is None else max(seconds, 0.0)
