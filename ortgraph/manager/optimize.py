@@ -73,7 +73,8 @@ def optimize(
         target: ``onnxruntime-training`` (1.19.2) or ``onnxruntime`` (stock, 1.22 and later).
         precision: ``fp32``.
         memory_budget: ``"60%"`` of the activation peak (live intermediates of the given order, nothing recomputed), or
-            bytes for the arena (``"30MB"`` or a number). Presets only; every dimension must be a number or in ``shapes``.
+            bytes for the arena (``"30MB"`` or a number). Presets only. Where dimensions stay symbolic the session meets
+            it anew for each batch shape.
         shapes: Sizes of symbolic dimensions to bind, such as ``{"batch": 8, "sequence": 128}``.
         accumulation_steps: Micro-batches per update.
         passes_after: Extra passes per stage, as passes or as a text pipeline.
@@ -94,7 +95,6 @@ def optimize(
         raise InputError(f"precision {precision!r} is not available in this release", "precision='fp32'")
     if memory_budget is not None:
         memory_budget = check_budget(memory_budget)
-        _check_static(graph, shapes or {})
     if isinstance(pipeline, str) and _is_preset(pipeline):
         passes: Sequence[ir.passes.PassBase] = registry.preset(
             pipeline,
@@ -137,16 +137,6 @@ def _check_kinds(graph: Any, pipeline: Any, optimizer: Any) -> None:
     if not isinstance(optimizer, (AdamW, str, type(None))):
         kind = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
         raise InputError(f"optimizer is a {kind}", "ortgraph.optim.AdamW(lr=1e-3) becomes part of the graph")
-
-
-def _check_static(graph: TrainingGraph, shapes: Mapping[str, int]) -> None:
-    dims = (d for v in graph.graph.inputs if v.shape is not None for d in v.shape if isinstance(d, ir.SymbolicDim))
-    free = sorted({str(d.value) for d in dims} - set(shapes))
-    if free:
-        raise InputError(
-            f"a memory budget needs numbers, and {', '.join(free)} {'are' if len(free) > 1 else 'is'} symbolic",
-            f"give shapes={{{free[0]!r}: ...}} (--shapes {free[0]}=...)",
-        )
 
 
 def _is_preset(text: str) -> bool:

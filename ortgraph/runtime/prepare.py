@@ -15,6 +15,7 @@ from ortgraph.ops.targets import reason_not_run
 
 logger = logging.getLogger(__name__)
 _LOWERED = ("lowered", "planned")
+RECOMPUTE = "select-recompute"
 FOLD = "fold-shapes,fold-constants"
 # Lowering expands each composite for itself; what they have in common (scalars of every update) is computed once.
 CLEAN = "fold-shapes,fold-constants,eliminate-common-subexpressions,eliminate-identity,eliminate-dead-code"
@@ -38,8 +39,11 @@ def prepare(graph: TrainingGraph, dims: Mapping[str, int], target: str) -> Train
         run_passes(ready, FOLD)
         if infer_unknown(ready):
             run_passes(ready, FOLD)
+    tail = recorded_tail(graph)
     if not lowered or _waits(ready, target):
-        run_passes(ready, f"lower{{target={target}}},{recorded_tail(graph) or CLEAN}")
+        run_passes(ready, ",".join((f"lower{{target={target}}}", *(tail or (CLEAN,)))))
+    elif dynamic:  # a memory budget waits for sizes, too
+        run_passes(ready, ",".join(text for text in tail if text.startswith(RECOMPUTE)))
     return lift_constants(ready)
 
 
@@ -52,7 +56,7 @@ def _waits(graph: TrainingGraph, target: str) -> bool:
     )
 
 
-def recorded_tail(graph: TrainingGraph) -> str:
+def recorded_tail(graph: TrainingGraph) -> tuple[str, ...]:
     """What the graph's own pipeline runs after ``lower``: a symbolic graph is finished when its sizes are known.
 
     Empty when the graph was not lowered by a pipeline, or by one that holds foreign passes.
@@ -61,11 +65,11 @@ def recorded_tail(graph: TrainingGraph) -> str:
     try:
         passes = importlib.import_module("ortgraph.manager.pipeline_text").parse_pipeline(recorded)
     except PipelineSyntaxError:
-        return ""
+        return ()
     names = [p.name for p in passes]
     if "lower" not in names:
-        return ""
-    return ",".join(str(p) for p in passes[names.index("lower") + 1 :] if p.name != "plan-memory")
+        return ()
+    return tuple(str(p) for p in passes[names.index("lower") + 1 :] if p.name != "plan-memory")
 
 
 def run_passes(graph: TrainingGraph, pipeline: str) -> None:

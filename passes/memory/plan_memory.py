@@ -22,7 +22,8 @@ class PlanMemory(GraphPass):
     order and are placed when a session needs them.
 
     Args:
-        keep_order: The file's order is the order of execution as it stands (``select-recompute`` has set it).
+        keep_order: The file's order is the order of execution as it stands (``select-recompute`` has set it). A
+            graph with symbolic shapes is ordered all the same: that pass waits for sizes.
 
     Refuses when:
         a shape is symbolic: offsets need numbers, so the session plans per batch shape. The order is set all the same.
@@ -43,7 +44,7 @@ class PlanMemory(GraphPass):
         updates = {new for _, new in pairs}
         loss = loss_value(graph)
         order = list(g)
-        if not self.keep_order:
+        if not self.keep_order or is_dynamic(graph):
             order = order_updates(g, pairs, [v for v in g.outputs if v not in updates], loss=loss)
         moved = sum(a is not b for a, b in zip(order, tuple(g), strict=True))
         if moved:

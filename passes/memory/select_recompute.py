@@ -30,7 +30,7 @@ class SelectRecompute(GraphPass):
         PlanError: It cannot be met; the message names the operations that set the floor.
 
     Refuses when:
-        a shape is symbolic: sizes need numbers.
+        a shape is symbolic: sizes need numbers, so the session runs the pass per batch shape.
     """
 
     budget: str
@@ -46,7 +46,7 @@ class SelectRecompute(GraphPass):
     def run(self, graph: TrainingGraph) -> Changes:
         changes = Changes()
         if is_dynamic(graph):
-            changes.refusals.append(Refusal("", "shapes are symbolic: bind them (shapes=, --shapes)"))
+            changes.refusals.append(Refusal("", "shapes are symbolic: the session selects per batch shape"))
             return changes
         plan = plan_program(graph, self.budget, self.seconds, self.reorder)
         before = tuple(graph.graph)

@@ -18,14 +18,14 @@ def dynamic(graph):
 @pytest.mark.parametrize(("level", "word"), [("O2", "fuse-add-norm"), ("O0", "fold-shapes")])
 def test_tail_is_what_the_pipeline_runs_after_lower(linear_graph, level, word):
     result = optimize(dynamic(linear_graph), level, target="onnxruntime").graph
-    tail = recorded_tail(result).split(",")
+    tail = recorded_tail(result)
     assert word in tail and "plan-memory" not in tail and not any(name.startswith("lower") for name in tail)
 
 
 def test_graph_that_no_pipeline_lowered_has_no_tail(linear_graph):
-    assert recorded_tail(linear_graph) == ""
+    assert recorded_tail(linear_graph) == ()
     linear_graph.signature = linear_graph.signature.replace(metadata={"pipeline": "SomeForeignPass,lower"})
-    assert recorded_tail(linear_graph) == ""
+    assert recorded_tail(linear_graph) == ()
 
 
 def test_bound_graph_is_static(linear_graph):

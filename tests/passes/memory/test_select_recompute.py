@@ -132,11 +132,17 @@ def test_budget_forms() -> None:
     assert {form: budget_bytes(form, 1000) for form in forms} == forms
 
 
-def test_symbolic_shapes_need_numbers() -> None:
+def test_symbolic_shapes_are_planned_per_batch_shape() -> None:
     graph = ortgraph.capture(Model(0.0), {"x": torch.randn(8, 16)}, dynamic={"x": {0: "rows"}})
-    with pytest.raises(InputError, match="rows is symbolic.*") as error:
-        ortgraph.optimize(graph, "O2", memory_budget="50%")
-    assert "--shapes rows=" in str(error.value)
+    plain, tight = (
+        ortgraph.optimize(graph, "O2", optimizer=AdamW(lr=1e-2), memory_budget=b).graph for b in (None, "70%")
+    )
+    assert copies(tight) == 0
+    a, b = ortgraph.TrainingSession(plain), ortgraph.TrainingSession(tight)
+    for rows in (64, 96, 64):
+        batch = {"x": np.random.default_rng(rows).standard_normal((rows, 16)).astype(np.float32)}
+        assert a.step(batch) == b.step(batch)
+        assert b.programs[-1].arena_bytes <= 0.7 * a.programs[-1].arena_bytes
     bound = ortgraph.optimize(graph, "O2", memory_budget="70%", shapes={"rows": 64}).graph
     assert copies(bound) > 0
 
