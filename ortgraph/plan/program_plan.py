@@ -60,6 +60,11 @@ class ProgramPlan:
         """Evaluations beyond the first of each operation."""
         return len(self.sequence) - len(self.problem.nodes)
 
+    @property
+    def scratch_bytes(self) -> int:
+        """The largest scratch of one operation: kernel temporaries, outside the arena."""
+        return max((o.scratch for o in self.problem.operations.operations), default=0)
+
 
 def programs_of(graph: TrainingGraph) -> tuple[str, ...]:
     """Programs that can be planned, the one that trains first."""

@@ -1,0 +1,184 @@
+"""The largest batch whose training step fits into a given memory, recomputation allowed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ortgraph.errors import InputError, PlanError
+from ortgraph.graph import TrainingGraph
+from ortgraph.plan.budget import budget_bytes
+from ortgraph.plan.footprint import Footprint, footprint
+from ortgraph.plan.program_plan import ProgramPlan, plan_program, replan
+from ortgraph.plan.ready import free_dimensions, ready_graph
+
+_LARGEST = 1 << 20  # a model whose step does not grow with the batch fits any
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchFit:
+    """One batch size.
+
+    Attributes:
+        size: Of the dimension.
+        fixed: Memory outside the arena.
+        needed: Bytes of the whole step: fixed, arena, largest kernel scratch. Without a plan, at least so many.
+        plan: The plan that fits; None when none does.
+        graph: The graph that the plan is of; None without a plan.
+        reason: Why it does not fit.
+    """
+
+    size: int
+    fixed: Footprint
+    needed: int
+    plan: ProgramPlan | None
+    graph: TrainingGraph | None
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class LargestBatch:
+    """The answer.
+
+    Attributes:
+        dim: Name of the dimension.
+        memory: Bytes that the step may take.
+        fit: The largest size that fits, and its plan.
+        next: The next larger size and why it does not fit; None when the search ended at its limit.
+        tried: Sizes tried, in order.
+    """
+
+    dim: str
+    memory: int
+    fit: BatchFit
+    next: BatchFit | None
+    tried: tuple[int, ...]
+
+
+def largest_batch(
+    graph: TrainingGraph,
+    memory: str | int,
+    dim: str = "batch",
+    *,
+    sizes: Mapping[str, int] | None = None,
+    max_overhead: float | None = None,
+    pipeline: str | None = None,
+    optimizer: Any = None,
+    target: str = "onnxruntime-training",
+    seconds: float = 2.0,
+    reorder: bool = True,
+    program: str | None = None,
+    largest: int = _LARGEST,
+    tell: Callable[[str], None] = lambda text: None,
+) -> LargestBatch:
+    """Double the batch until it no longer fits, then bisect; each size is optimized and planned as it would be run.
+
+    What must fit: parameters, states, batch, constants, the arena (gradients are in it) and the largest kernel scratch.
+    The runtime's own memory is not counted.
+
+    Args:
+        graph: At any stage, with ``dim`` symbolic.
+        memory: Bytes, or ``4GB``, ``900MiB``.
+        dim: Dimension that grows.
+        sizes: Sizes of all other symbolic dimensions.
+        max_overhead: Largest predicted overhead of recomputation (0.1 is 10 %); None sets no limit, 0.0 recomputes only
+            what costs nothing.
+        pipeline: Preset for a graph that is not lowered yet; ``O2`` when None.
+        optimizer: Attached to a graph that has none.
+        target: See ``ortgraph.optimize``.
+        seconds: Time of the recompute search at each size.
+        reorder: First evaluations may change their order.
+        program: See ``plan_program``.
+        largest: The search ends here.
+        tell: Called with a text before each size.
+
+    Raises:
+        InputError: The dimension is not symbolic, another one has no size, or the memory is not understood.
+        PlanError: Not even size 1 fits; the message says what takes how much.
+    """
+    limit = memory_bytes(memory)
+    sizes = dict(sizes or {})
+    free = free_dimensions(graph)
+    if dim not in free or dim in sizes:
+        known = ", ".join(d for d in free if d not in sizes) or "none"
+        raise InputError(
+            f"the graph has no symbolic dimension {dim!r} to grow (symbolic: {known})",
+            "export with --dynamic INPUT:0=batch, or name another dimension (--dim, dim=)",
+        )
+    fits: dict[int, BatchFit] = {}
+
+    def try_size(size: int) -> bool:
+        tell(f"{dim}={size}")
+        ready = ready_graph(graph, {**sizes, dim: size}, pipeline, optimizer, target)
+        fits[size] = _fit(ready, size, limit, max_overhead, seconds, reorder, program)
+        return fits[size].plan is not None
+
+    low, high = 0, 1
+    while high <= largest and try_size(high):
+        low, high = high, 2 * high
+    if low == 0:
+        raise PlanError(f"{dim}=1 does not fit into {limit:,} bytes: {fits[1].reason}", "give more memory")
+    while high in fits and high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if try_size(middle) else (low, middle)
+    return LargestBatch(dim, limit, fits[low], fits.get(high), tuple(fits))
+
+
+def memory_bytes(memory: str | int) -> int:
+    """Bytes of a memory size.
+
+    Raises:
+        InputError: It is a percentage, or no size.
+    """
+    if "%" in str(memory):
+        raise InputError(f"memory {memory!r} is a share of nothing", "give bytes, such as 4GB or 900MiB")
+    try:
+        return budget_bytes(memory, 0)
+    except InputError as error:
+        raise InputError(f"memory {memory!r} is not understood", "give bytes, such as 4GB or 900MiB") from error
+
+
+def _fit(
+    graph: TrainingGraph,
+    size: int,
+    limit: int,
+    max_overhead: float | None,
+    seconds: float,
+    reorder: bool,
+    program: str | None,
+) -> BatchFit:
+    fixed = footprint(graph)
+    plan = plan_program(graph, program=program)
+    room = limit - fixed.total
+    least = fixed.total + plan.floor.bytes
+    if room < plan.floor.bytes:
+        return BatchFit(size, fixed, least, None, None, _too_small(fixed, plan, limit))
+    for spare in dict.fromkeys((0, plan.scratch_bytes)):
+        try:
+            plan = replan(plan, room - spare, seconds, reorder) if room > spare else plan
+        except (PlanError, InputError) as error:
+            return BatchFit(size, fixed, least, None, None, f"{error.what}; {_outside(fixed)}")
+        needed = fixed.total + plan.arena.arena_bytes + plan.scratch_bytes
+        if needed <= limit:
+            break
+    else:
+        return BatchFit(size, fixed, needed, None, None, f"{needed:,} bytes are needed with kernel scratch")
+    if max_overhead is not None and plan.after.overhead > max_overhead:
+        reason = f"it takes {plan.after.overhead:.1%} more predicted time, over the {max_overhead:.1%} allowed"
+        return BatchFit(size, fixed, needed, None, None, reason)
+    return BatchFit(size, fixed, needed, plan, graph)
+
+
+def _too_small(fixed: Footprint, plan: ProgramPlan, limit: int) -> str:
+    names = [plan.problem.operations.operations[i].name for i in plan.floor.operations]
+    cause = f" (set by {names[0]!r}{f' and {len(names) - 1} more' if len(names) > 1 else ''})" if names else ""
+    return (
+        f"{_outside(fixed)}, and no plan goes below {plan.floor.bytes:,} bytes{cause}: "
+        f"{fixed.total + plan.floor.bytes - limit:,} bytes too many"
+    )
+
+
+def _outside(fixed: Footprint) -> str:
+    parts = ((getattr(fixed, f.name), f.name) for f in dataclasses.fields(fixed))
+    return ", ".join(f"{name} take {size:,}" for size, name in parts if size) + " bytes"
