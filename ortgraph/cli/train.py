@@ -17,6 +17,7 @@ from ortgraph.capture.build_spec import BuildSpec, UserCode
 from ortgraph.cli import options
 from ortgraph.cli.output import Output, verb
 from ortgraph.errors import InputError
+from ortgraph.plan.budget import check_budget
 
 _TARGET = typer.Argument(metavar="FILE.py:BUILD", help="A build function.")
 _STEPS = typer.Option(
@@ -32,6 +33,7 @@ _OPTIMIZER = typer.Option(
 _OPTIMIZE = typer.Option(
     "--optimize/--no-optimize", help="Optimize the graph first (-O2), or run it as captured (-O0)."
 )
+_BUDGET = typer.Option("--memory-budget", metavar="BUDGET", help="60% of the activation peak, or bytes: 30MB.")
 _INFERENCE = typer.Option("--export-inference", metavar="FILE", help="Write the trained model for inference (.onnx).")
 
 
@@ -46,6 +48,7 @@ def run(
     optimizer: Annotated[str | None, _OPTIMIZER] = None,
     optimize: Annotated[bool, _OPTIMIZE] = True,
     level: int = options.LEVEL,
+    memory_budget: Annotated[str | None, _BUDGET] = None,
     threads: Annotated[int | None, options.THREADS] = None,
     export_inference: Annotated[pathlib.Path | None, _INFERENCE] = None,
     as_json: bool = options.JSON,
@@ -61,8 +64,9 @@ def run(
     if export_inference is not None:
         options.check_output(export_inference, [], suffix=".onnx")
     chosen = options.parse_optimizer(optimizer)
+    budget = None if memory_budget is None else check_budget(memory_budget)
     preset = options.pipeline_of(level if optimize else 0, None)
-    spec, session, report = _session(out, target, chosen, preset, threads)
+    spec, session, report = _session(out, target, chosen, preset, budget, threads)
     if resume:
         session.load_checkpoint(checkpoint)
         out.say(f"resumed {checkpoint} at step {session.steps}")
@@ -92,7 +96,9 @@ def _save(session: Any, folder: pathlib.Path) -> None:
         ) from error
 
 
-def _session(out: Output, target: str, chosen: Any, preset: str, threads: int | None) -> tuple[BuildSpec, Any, Any]:
+def _session(
+    out: Output, target: str, chosen: Any, preset: str, budget: str | None, threads: int | None
+) -> tuple[BuildSpec, Any, Any]:
     import ortgraph
     from ortgraph.cli.capturing import capture_build
     from ortgraph.manager.instruments import Progress
@@ -105,7 +111,9 @@ def _session(out: Output, target: str, chosen: Any, preset: str, threads: int | 
         raise InputError(f"{target}: 'optimizer' is {type(chosen).__name__}", "ortgraph.optim.AdamW(lr=1e-3)")
     with out.progress("optimizing") as tell:
         target, instruments = detect_runtime().target, [Progress(tell)]
-        result = ortgraph.optimize(graph, preset, optimizer=chosen, target=target, instruments=instruments)
+        result = ortgraph.optimize(
+            graph, preset, optimizer=chosen, target=target, memory_budget=budget, instruments=instruments
+        )
     out.say(f"{preset}: {result.report.nodes_before} → {result.report.nodes_after} nodes")
     return spec, ortgraph.TrainingSession(result.graph, threads=threads), result.report
 
