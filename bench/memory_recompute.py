@@ -1,0 +1,73 @@
+"""Recompute selection on operator graphs: overhead at budgets of 90 to 50 % of the given order's peak."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from bench.memory_rows import Row, row, stopwatch
+from bench.planning_data import graph_files, read_graph
+from ortgraph.errors import PlanError
+from ortgraph.plan.operations import OperationGraph
+from ortgraph.plan.recompute import RecomputeProblem, RecomputeSolution, memory_floor, solve, validate
+from ortgraph.plan.simulate import simulate
+
+if TYPE_CHECKING:
+    from bench.memory import Setup
+
+SUITE = "recompute"
+BUDGETS = (90, 80, 70, 60, 50)  # percent of the given order's peak
+SECONDS = 5.0
+SLACK_SECONDS = 0.3
+# Overhead in percent that the free order has to reach, by budget.
+TARGETS: dict[str, dict[int, float]] = {
+    "rlg1-n100": {90: 0.0, 80: 0.0, 70: 2.2},
+    "rlg2-n250": {90: 0.0, 80: 0.0, 70: 1.5},
+    "fcn_8_vgg-train": {90: 0.03, 80: 0.14, 70: 0.90},
+    "resnet50-train": {90: 0.15, 80: 0.28, 70: 0.55, 50: 1.5},
+    "vgg16-train": {90: 2.17},
+    "mobilenet-train": {50: 1.8},
+}
+
+
+def run(setup: Setup) -> Iterator[Row]:
+    assert setup.data is not None
+    for path in graph_files(setup.data):
+        if setup.wants(path.stem):
+            yield from _graph_rows(path.stem, read_graph(path))
+
+
+def _graph_rows(name: str, graph: OperationGraph) -> Iterator[Row]:
+    peak, floor = simulate(graph, graph.given_order()).peak, memory_floor(graph).bytes
+    yield row(SUITE, name, "memory floor / given order's peak", floor / peak)
+    possible = [b for b in BUDGETS if floor <= peak * b // 100]
+    for reorder in (True, False):
+        order = "free" if reorder else "fixed"
+        met, over = 0, 0
+        for budget in possible:
+            with stopwatch() as watch:
+                solution = _solve(graph, peak * budget // 100, reorder)
+            met += solution is not None
+            over += watch.wall > SECONDS + SLACK_SECONDS
+            yield row(
+                SUITE, name, f"{order} order, {budget} %: overhead %", 100 * solution.overhead if solution else None,
+                bound=100 * solution.bound_overhead if solution else 0.0,
+                at_most=TARGETS.get(name, {}).get(budget) if reorder else None, seconds=watch.wall,
+            )  # fmt: skip
+        # Whether a fixed order can meet a budget above the floor is not known beforehand.
+        wanted = len(possible) if reorder else None
+        yield row(
+            SUITE, name, f"{order} order: budgets met in {SECONDS:g} s each", met,
+            bound=len(possible), at_least=wanted, also=not over,
+        )  # fmt: skip
+
+
+def _solve(graph: OperationGraph, budget: int, reorder: bool) -> RecomputeSolution | None:
+    """A judged solution within the budget; None where none was found."""
+    problem = RecomputeProblem(graph, budget)
+    try:
+        solution = solve(problem, SECONDS, reorder)
+        validate(problem, solution)
+    except PlanError:
+        return None
+    return solution
