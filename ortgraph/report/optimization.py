@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from ortgraph import __version__
+from ortgraph.analysis.bind_shapes import is_dynamic
 from ortgraph.graph import TrainingGraph
 from ortgraph.manager.optimize import OptimizeReport
 from ortgraph.report import tables
 from ortgraph.report.html import Page
+from ortgraph.report.memory_page import add_planned
 from ortgraph.report.svg import bar_chart
 
 _SHOWN_NODES = 12
@@ -31,6 +33,8 @@ def optimization_page(source: str, graph: TrainingGraph, report: OptimizeReport,
     ])  # fmt: skip
     add_optimization(page, report)
     add_memory(page, tables.memory_of(graph))
+    if graph.stage == "planned" and not is_dynamic(graph):
+        add_planned(page, graph)
     page.text(f"ortgraph {__version__}", note=True)
     return page.render()
 

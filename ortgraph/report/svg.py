@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 _WIDTH, _HEIGHT = 640, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60, 16, 30, 40
 _COLOURS = ("#1f6f8b", "#c8553d", "#5b8c5a", "#7b5ea7")
+_BANDS = ("#8a8a8a", "#c8553d", "#1f6f8b", "#8fc3d3", "#e0b04c", "#5b8c5a")  # told apart by brightness too
 _DASHES = ("", "6 3", "2 3", "8 3 2 3")
 _LINE_POINTS = 400  # more points than pixels only make the file larger
 
@@ -61,6 +62,142 @@ def bar_chart(title: str, rows: Sequence[tuple[str, float, str]]) -> str:
         parts.append(f'<rect x="200" y="{y}" width="{width:.1f}" height="17" fill="{_COLOURS[0]}"/>')
         parts.append(_text(206 + width, y + 13, text, "start"))
     return _frame(title, "".join(parts), height)
+
+
+def stacked_chart(
+    title: str,
+    bands: Mapping[str, Sequence[float]],
+    x_label: str,
+    y_label: str,
+    *,
+    top: float = 0.0,
+    peak: tuple[int, str] | None = None,
+    border: tuple[int, str, str] | None = None,
+    limit: tuple[float, str] | None = None,
+    base: str = "",
+) -> str:
+    """Areas on top of each other, in steps. Where several steps share a column, it shows the largest of them.
+
+    Args:
+        title: Heading.
+        bands: Heights by name, from the bottom up, all of one length and not negative.
+        x_label: What the positions are.
+        y_label: What the heights are.
+        top: Upper end of the axis, so that two charts can share a scale; raised where the data needs more.
+        peak: Position to mark, and its label.
+        border: Position of a vertical line, and labels on its left and right.
+        limit: Height of a horizontal line, and its label.
+        base: Text of a strip below zero that stands for what is constant; its height means nothing.
+    """
+    longest = max((len(v) for v in bands.values()), default=0)
+    total = [sum(column) for column in zip(*bands.values(), strict=True)]
+    if not longest:
+        return _frame(title, _text(_WIDTH / 2, _HEIGHT / 2, "no values", "middle"))
+    columns = _columns(total)
+    high = 1.12 * (max(*total, top, limit[0] if limit else 0.0) or 1.0)
+    x = [_x(c, 0, longest) for c in (*(c for c, _ in columns), longest)]
+    parts, below = [], [0.0] * len(columns)
+    left = float(_LEFT)
+    for (name, values), colour in zip(bands.items(), _BANDS, strict=False):
+        above = [b + values[t] for b, (_, t) in zip(below, columns, strict=True)]
+        if above != below:
+            path = _steps(x, above, below, high)
+            parts.append(f'<path d="{path}" fill="{colour}" stroke="#fff" stroke-width="0.4"/>')
+            parts.append(f'<rect x="{left:.0f}" y="18" width="10" height="9" fill="{colour}"/>')
+            parts.append(_text(left + 14, 26, name, "start"))
+            left += 34 + 6.2 * len(name)
+        below = above
+    parts.append(_axes(0, longest, 0, high, x_label, y_label))
+    if border is not None:
+        at = _x(border[0], 0, longest)
+        parts.append(f'<path d="M{at:.1f} {_TOP}V{_HEIGHT - _BOTTOM}" stroke="#333" stroke-dasharray="5 3"/>')
+        parts.append(_text(at - 5, _TOP + 22, border[1], "end") + _text(at + 5, _TOP + 22, border[2], "start"))
+    if limit is not None:
+        y = _y(limit[0], 0, high)
+        parts.append(f'<path d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}" stroke="#a00" stroke-dasharray="2 2"/>')
+        parts.append(_text(_WIDTH - _RIGHT, y - 4, limit[1], "end"))
+    if peak is not None:
+        at, y = _x(peak[0] + 0.5, 0, longest), _y(total[peak[0]], 0, high)
+        parts.append(f'<circle cx="{at:.1f}" cy="{y:.1f}" r="3.5" fill="#000"/>')
+        side = "start" if at < _WIDTH / 2 else "end"
+        parts.append(_text(at + (7 if side == "start" else -7), y - 5, peak[1], side))
+    if base:
+        parts.append(_base_strip(base))
+    return _frame(title, "".join(parts), _HEIGHT + (24 if base else 0))
+
+
+def _base_strip(text: str) -> str:
+    y, width = _HEIGHT + 2, _WIDTH - _LEFT - _RIGHT
+    return (
+        f'<rect x="{_LEFT}" y="{y}" width="{width}" height="17" fill="#e6e3dc" stroke="#888" stroke-dasharray="3 2"/>'
+        + _text(_LEFT + width / 2, y + 12, text, "middle")
+    )
+
+
+def _columns(total: Sequence[float]) -> list[tuple[int, int]]:
+    """(first position, position of the largest sum) of each column."""
+    stride = max(1, math.ceil(len(total) / _LINE_POINTS))
+    starts = range(0, len(total), stride)
+    return [(s, max(range(s, min(s + stride, len(total))), key=lambda t: (total[t], -t))) for s in starts]
+
+
+def _steps(x: Sequence[float], above: Sequence[float], below: Sequence[float], high: float) -> str:
+    """The outline between two step functions; a run of equal heights is one line."""
+    parts = []
+    for heights, positions in ((above, range(len(above))), (below, range(len(below) - 1, -1, -1))):
+        last = None
+        forward = heights is above
+        for k in positions:
+            y = f"{_y(heights[k], 0, high):.1f}"
+            start, end = (x[k], x[k + 1]) if forward else (x[k + 1], x[k])
+            if y != last:
+                parts.append(f"{'L' if parts else 'M'}{start:.1f} {y}")
+            elif parts[-1].startswith("H"):
+                parts.pop()
+            parts.append(f"H{end:.1f}")
+            last = y
+    return "".join(parts) + "Z"
+
+
+def curve_chart(
+    title: str,
+    points: Sequence[tuple[float, float, str]],
+    x_label: str,
+    y_label: str,
+    marks: Sequence[tuple[float, str]] = (),
+    missing: Sequence[float] = (),
+) -> str:
+    """Dots joined by a line, over a number.
+
+    Args:
+        title: Heading.
+        points: (x, y, label) in order of x.
+        x_label: What x is.
+        y_label: What y is; the axis begins at zero.
+        marks: (x, label) of vertical lines.
+        missing: x without a y: crosses on the axis.
+    """
+    xs = [*(p[0] for p in points), *(m[0] for m in marks), *missing]
+    if not xs:
+        return _frame(title, _text(_WIDTH / 2, _HEIGHT / 2, "no values", "middle"))
+    room = 0.04 * (max(xs) - min(xs)) or 0.5
+    low, high = min(xs) - room, max(xs) + room
+    top = 1.15 * max((p[1] for p in points), default=0.0) or 1.0
+    parts = [_axes(low, high, 0, top, x_label, y_label)]
+    for k, (x, label) in enumerate(sorted(marks)):
+        at, y = _x(x, low, high), _TOP + 12 + 13 * (k % 3)
+        parts.append(f'<path d="M{at:.1f} {_TOP}V{_HEIGHT - _BOTTOM}" stroke="#666" stroke-dasharray="4 3"/>')
+        side = "start" if at < _WIDTH * 0.7 else "end"
+        parts.append(_text(at + (4 if side == "start" else -4), y, label, side))
+    at = [(_x(x, low, high), _y(y, 0, top)) for x, y, _ in points]
+    parts.append(f'<path d="{_path(at)}" fill="none" stroke="{_COLOURS[0]}" stroke-width="1.6"/>')
+    for (x, y), (_, _, label) in zip(at, points, strict=True):
+        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.2" fill="{_COLOURS[0]}"/>')
+        parts.append(_text(x + 4, y - 6, label, "start", 'font-size="9"') if label else "")
+    bottom = _HEIGHT - _BOTTOM
+    for x in missing:
+        parts.append(_text(_x(x, low, high), bottom - 2, "\u00d7", "middle", 'fill="#a00" font-size="14"'))
+    return _frame(title, "".join(parts))
 
 
 def _bars(values: Sequence[float], low: float, high: float, bins: int, colour: str) -> str:
