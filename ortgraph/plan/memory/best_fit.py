@@ -7,60 +7,82 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ortgraph.plan.memory.problem import Buffer, MemoryProblem
+from ortgraph.plan.memory.arrays import Arrays, compiled, place_in_order
+from ortgraph.plan.memory.problem import MemoryProblem
 from ortgraph.plan.memory.solution import MemorySolution
 
 # Larger first leaves the small ones to fill gaps; area and lifetime sometimes win on irregular problems.
-_ORDERS: tuple[tuple[str, Callable[[Buffer], tuple[int, ...]]], ...] = (
-    ("size", lambda b: (-b.size, b.lower)),
-    ("area", lambda b: (-b.size * (b.upper - b.lower), b.lower)),
-    ("lifetime", lambda b: (b.lower - b.upper, -b.size)),
+KEYS: tuple[tuple[str, Callable[[Arrays], tuple[np.ndarray, ...]]], ...] = (
+    ("size", lambda a: (a.lower, -a.size)),
+    ("area", lambda a: (a.lower, -a.size * (a.upper - a.lower).astype(np.float64))),
+    ("lifetime", lambda a: (-a.size, a.lower - a.upper)),
 )
+
+
+def solve_by_size(problem: MemoryProblem) -> MemorySolution:
+    """Place the largest first, each at the lowest gap: the usual baseline."""
+    start = time.perf_counter()
+    arrays = Arrays.of(problem)
+    total, offsets = place(arrays, np.lexsort(KEYS[0][1](arrays)), tightest=False)
+    return _solution(arrays, total, offsets, "greedy by size", start)
 
 
 def solve_best_fit(problem: MemoryProblem) -> MemorySolution:
     """Place by size, area and lifetime, at the lowest and at the tightest gap; keep the smallest arena.
 
-    Stops at the first placement that meets the max-load bound. O(n^2) array operations per try: 3,000 buffers take a
-    fraction of a second.
+    Stops at the first placement that meets the max-load bound. 60,000 buffers take a few seconds; without a compiler,
+    O(n^2) array operations per try.
     """
     start = time.perf_counter()
-    bound = problem.max_load()
-    best: tuple[int, str, dict[str, int]] | None = None
-    for name, key in _ORDERS:
-        order = sorted(problem.buffers, key=lambda b: (*key(b), b.name))  # noqa: B023 - used at once
+    arrays = Arrays.of(problem)
+    total, offsets, name = best_fit(arrays)
+    return _solution(arrays, total, offsets, f"best-fit by {name}", start)
+
+
+def best_fit(arrays: Arrays) -> tuple[int, np.ndarray, str]:
+    """(arena, offsets int64 [n], name of the order) of the best greedy placement, in units."""
+    best: tuple[int, np.ndarray, str] | None = None
+    for name, key in KEYS:
+        order = np.lexsort(key(arrays))
         for tightest in (False, True):
-            offsets, total = _place(problem, order, tightest)
+            total, offsets = place(arrays, order, tightest)
             if best is None or total < best[0]:
-                best = (total, f"{name}, {'tightest' if tightest else 'lowest'} gap", offsets)
-            if best[0] == bound:
-                break
-        if best is not None and best[0] == bound:
-            break
+                best = (total, offsets, f"{name}, {'tightest' if tightest else 'lowest'} gap")
+            if best[0] == arrays.bound:
+                return best
     assert best is not None
-    return MemorySolution(best[2], best[0], bound, f"best-fit by {best[1]}", time.perf_counter() - start)
+    return best
 
 
-def _place(problem: MemoryProblem, order: list[Buffer], tightest: bool) -> tuple[dict[str, int], int]:
+def place(arrays: Arrays, order: np.ndarray, tightest: bool) -> tuple[int, np.ndarray]:
+    """Place in the given order; compiled where that is possible. Returns (arena, offsets int64 [n]), in units."""
+    return place_in_order(arrays, order, tightest) if compiled() is not None else _place(arrays, order, tightest)
+
+
+def _solution(arrays: Arrays, total: int, offsets: np.ndarray, solver: str, start: float) -> MemorySolution:
+    seconds = time.perf_counter() - start
+    return MemorySolution(arrays.offsets(offsets), total * arrays.unit, arrays.bound * arrays.unit, solver, seconds)
+
+
+def _place(arrays: Arrays, order: np.ndarray, tightest: bool) -> tuple[int, np.ndarray]:
     """Place in the given order. The placed buffers are kept sorted by offset in four parallel arrays."""
     n, total = 0, 0
     low, high, lower, upper = (np.empty(len(order), dtype=np.int64) for _ in range(4))
-    offsets: dict[str, int] = {}
-    for b in order:
-        size = problem.aligned(b)
+    offsets = np.zeros(len(order), dtype=np.int64)
+    for i in order.tolist():
+        size, first, end = int(arrays.size[i]), arrays.lower[i], arrays.upper[i]
         if size == 0:
-            offsets[b.name] = 0
             continue
-        live = (lower[:n] < b.upper) & (upper[:n] > b.lower)
+        live = (lower[:n] < end) & (upper[:n] > first)
         offset = _gap(low[:n][live], high[:n][live], size, tightest)
         at = int(np.searchsorted(low[:n], offset, side="right"))
-        for array, value in ((low, offset), (high, offset + size), (lower, b.lower), (upper, b.upper)):
+        for array, value in ((low, offset), (high, offset + size), (lower, first), (upper, end)):
             array[at + 1 : n + 1] = array[at:n].copy()
             array[at] = value
         n += 1
-        offsets[b.name] = offset
+        offsets[i] = offset
         total = max(total, offset + size)
-    return offsets, total
+    return total, offsets
 
 
 def _gap(low: np.ndarray, high: np.ndarray, size: int, tightest: bool) -> int:

@@ -13,9 +13,10 @@ class MemorySolution:
     Attributes:
         offsets: Byte offset in the arena, by buffer name.
         arena_bytes: Size of the arena.
-        bound: Lower bound on the arena (max-load).
+        bound: Lower bound on the arena: the max-load, or more where a search proved more.
         solver: Which solver made it.
         seconds: How long that took.
+        nodes: Search nodes visited.
     """
 
     offsets: Mapping[str, int]
@@ -23,6 +24,7 @@ class MemorySolution:
     bound: int
     solver: str
     seconds: float
+    nodes: int = 0
 
     @property
     def gap(self) -> float:

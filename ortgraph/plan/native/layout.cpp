@@ -1,3 +1,4 @@
+#include "layout_greedy.h"
 #include "layout_problem.h"
 #include "layout_search.h"
 
@@ -5,29 +6,56 @@
 
 namespace {
 
+// Which rule wins differs from problem to problem, and the time to a solution is heavy-tailed: many short runs with
+// different rules, and noise on the keys after the first cycle, find one sooner than one long run.
+layout::Strategy strategy_of(int run) {
+    constexpr double noise[] = {0.3, 1.0, 0.1};
+    layout::Strategy s;
+    s.key = run % 3;
+    s.lowest = run / 3 % 2 == 1;
+    s.noise = run < 6 ? 0.0 : noise[(run / 6 - 1) % 3];
+    s.seed = static_cast<uint64_t>(run);
+    return s;
+}
+
 template <typename T>
-int fit(const layout::Problem& problem, int64_t capacity, const layout::Strategy& strategy, int64_t max_nodes,
-        double seconds, int64_t* offsets, int64_t* nodes) {
+layout::Outcome search(const layout::Problem& problem, int64_t capacity, int first, int runs, int64_t max_nodes,
+                       double seconds, int64_t* offsets, int64_t* nodes) {
     const layout::Deadline deadline(seconds);
-    layout::Memo memo(18);
-    layout::Search<T> search(problem, static_cast<T>(capacity), strategy, max_nodes, deadline, memo);
-    const layout::Outcome outcome = search.run();
-    *nodes = search.nodes();
-    if (outcome == layout::Outcome::found) std::copy(search.offsets().begin(), search.offsets().end(), offsets);
-    return static_cast<int>(outcome);
+    int bits = 10;
+    while (bits < 20 && (int64_t{1} << bits) < max_nodes * runs) ++bits;
+    layout::Memo memo(bits);
+    for (int run = first; run < first + runs; ++run) {
+        layout::Search<T> one(problem, static_cast<T>(capacity), strategy_of(run), max_nodes, deadline, memo);
+        const layout::Outcome outcome = one.run();
+        *nodes += one.nodes();
+        if (outcome == layout::Outcome::found) std::copy(one.offsets().begin(), one.offsets().end(), offsets);
+        if (outcome != layout::Outcome::limit) return outcome;
+        if (deadline.passed()) break;
+    }
+    return layout::Outcome::limit;
 }
 
 }  // namespace
 
-// 1: found (offsets are written), 0: there is no placement within the capacity, 2: stopped by a limit.
-EXPORT int layout_fit(int n, const int64_t* lower, const int64_t* upper, const int64_t* size, int64_t capacity, int key,
-                      int lowest, int tight_first, double noise, uint64_t seed, int64_t max_nodes, double seconds,
-                      int64_t* offsets, int64_t* nodes) {
+// Searches for a placement within the capacity, `runs` times with up to `max_nodes` nodes each.
+// 1: found (offsets are written), 0: there is none, 2: stopped by a limit. Adds to `nodes`.
+EXPORT int layout_search(int n, const int64_t* lower, const int64_t* upper, const int64_t* size, int64_t capacity,
+                         int first, int runs, int64_t max_nodes, double seconds, int64_t* offsets, int64_t* nodes) {
     const layout::Problem problem(n, lower, upper, size);
-    *nodes = 0;
     if (problem.max_load() > capacity) return 0;
-    const layout::Strategy strategy{key, lowest != 0, tight_first != 0, noise, seed};
-    if (capacity < (int64_t{1} << 28))
-        return fit<int32_t>(problem, capacity, strategy, max_nodes, seconds, offsets, nodes);
-    return fit<int64_t>(problem, capacity, strategy, max_nodes, seconds, offsets, nodes);
+    const bool narrow = capacity < (int64_t{1} << 28);
+    return static_cast<int>(
+        narrow ? search<int32_t>(problem, capacity, first, runs, max_nodes, seconds, offsets, nodes)
+               : search<int64_t>(problem, capacity, first, runs, max_nodes, seconds, offsets, nodes));
+}
+
+// Places in the given order, each buffer in the lowest or the tightest gap. Returns the arena.
+EXPORT int64_t layout_greedy(int n, const int64_t* lower, const int64_t* upper, const int64_t* size, const int32_t* order,
+                             int tightest, int64_t* offsets) {
+    const layout::Problem problem(n, lower, upper, size);
+    layout::Packer packer(problem);
+    const int64_t total = packer.place(std::vector<int>(order, order + n), tightest != 0);
+    std::copy(packer.offsets().begin(), packer.offsets().end(), offsets);
+    return total;
 }

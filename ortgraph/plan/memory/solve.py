@@ -1,0 +1,144 @@
+"""The any-time solver: greedy first, then exact searches for ever smaller arenas.
+
+What is hard about a real training graph is its *core*: the buffers live at or near the peak. The search places the core within the target,
+the others are placed greedily around it; those that then stick out join the core. On small problems the core is everything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import numpy as np
+
+from ortgraph.plan.memory.arrays import Arrays, Outcome, compiled, place_in_order, search_within
+from ortgraph.plan.memory.best_fit import KEYS, best_fit
+from ortgraph.plan.memory.problem import MemoryProblem
+from ortgraph.plan.memory.solution import MemorySolution
+
+_WHOLE = 600  # up to here, everything is the core from the start
+_LARGEST_CORE = 4000  # a search node costs time in proportion to the core
+_SHARES = (0.97, 0.9, 1.0, 0.8, 0.0)  # of the peak: buffers that see such a load are the core
+_REPAIRS = 8
+_FIRST_NODES = 500
+_RUNS = 6
+_MIDDLE_RUNS = 3
+
+
+def solve(
+    problem: MemoryProblem, seconds: float = 10.0, capacity: int | None = None, max_rounds: int | None = None
+) -> MemorySolution:
+    """The smallest arena found until the deadline; stops at once when it meets the bound or the capacity.
+
+    Args:
+        seconds: Deadline.
+        capacity: Bytes that are small enough.
+        max_rounds: Limit on the effort: each round searches with twice the nodes of the one before. With it, and a
+            deadline that is not met, the result does not depend on the machine.
+
+    Without a compiler the result is that of ``solve_best_fit``.
+    """
+    start = time.perf_counter()
+    arrays = Arrays.of(problem)
+    total, units, name = best_fit(arrays)
+    state = _State(arrays, start + seconds, total, units, f"best-fit by {name}", arrays.bound)
+    state.enough = arrays.bound if capacity is None else max(arrays.bound, capacity // arrays.unit)
+    if compiled() is not None:
+        state.improve(max_rounds)
+    unit = arrays.unit
+    return MemorySolution(
+        arrays.offsets(state.units),
+        state.total * unit,
+        state.bound * unit,
+        state.solver,
+        time.perf_counter() - start,
+        state.nodes,
+    )
+
+
+@dataclasses.dataclass
+class _State:
+    """The best placement so far (total, units, solver), and the greatest proven bound; in units."""
+
+    arrays: Arrays
+    end: float
+    total: int
+    units: np.ndarray
+    solver: str
+    bound: int
+    enough: int = 0
+    nodes: int = 0
+
+    def done(self) -> bool:
+        return self.total <= max(self.bound, self.enough) or time.perf_counter() >= self.end
+
+    def improve(self, max_rounds: int | None) -> None:
+        """Rounds of doubling effort: the target itself first, then sizes between it and the best, by bisection."""
+        peaks = self.arrays.peaks()
+        rounds = 0
+        while not self.done() and (max_rounds is None or rounds < max_rounds):
+            nodes, first = _FIRST_NODES << min(rounds, 40), rounds * _RUNS
+            low, runs = self._least(), _RUNS
+            target = low
+            while not self.done():
+                if not self._reach(target, peaks, first, runs, nodes):
+                    low = max(target, self._least())
+                target, runs = (low + self.total) // 2, _MIDDLE_RUNS
+                # Steps below a thousandth are left to later rounds.
+                if self.total - low <= 1 + self.bound // 1000:
+                    break
+            rounds += 1
+
+    def _least(self) -> int:
+        return max(self.bound, self.enough)
+
+    def _reach(self, target: int, peaks: np.ndarray, first: int, runs: int, nodes: int) -> bool:
+        """Try to place everything within the target. Returns whether the best now is."""
+        tried: set[int] = set()
+        for share in (0.0,) if len(self.arrays) <= _WHOLE else _SHARES:
+            core = np.flatnonzero(peaks >= share * self.arrays.bound)
+            for _ in range(_REPAIRS):
+                if len(core) in tried or len(core) > _LARGEST_CORE or self.done():
+                    break
+                tried.add(len(core))
+                outcome, units = self._attempt(core, target, first, runs, max(nodes, 2 * len(core)))
+                if self.total <= target:
+                    return True
+                if outcome is Outcome.INFEASIBLE:
+                    self.bound = max(self.bound, target + 1)
+                    return False
+                if units is None:
+                    break
+                core = np.union1d(core, np.flatnonzero(units + self.arrays.size > target))
+        return False
+
+    def _attempt(
+        self, core: np.ndarray, target: int, first: int, runs: int, nodes: int
+    ) -> tuple[Outcome, np.ndarray | None]:
+        """Place the core exactly and the others greedily around it.
+
+        Returns what the exact search said, and the best offsets around that core, if it has a placement.
+        """
+        left = self.end - time.perf_counter()
+        outcome, units, visited = search_within(self.arrays, core, target, first, runs, nodes, left)
+        self.nodes += visited
+        if outcome is not Outcome.FOUND:
+            return outcome, None
+        prefix = core[np.argsort(units, kind="stable")]
+        others = np.setdiff1d(np.arange(len(self.arrays)), core)
+        best: tuple[int, np.ndarray] | None = None
+        for _, key in KEYS:
+            ranks = np.lexsort(key(self.arrays))
+            order = np.concatenate([prefix, ranks[np.isin(ranks, others)]])
+            for tightest in (False, True):
+                total, units = place_in_order(self.arrays, order, tightest and len(others) > 0)
+                if best is None or total < best[0]:
+                    best = (total, units)
+                if total < self.total:
+                    self.total, self.units, self.solver = total, units, "exact core, greedy rest"
+                    if not len(others):
+                        self.solver = "canonical search"
+                if self.total <= target or not len(others) or self.done():
+                    return outcome, best[1]
+        assert best is not None
+        return outcome, best[1]
