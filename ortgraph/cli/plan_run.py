@@ -171,12 +171,13 @@ def _order_bound(plan: Any) -> int:
 
 def show(out: Output, path: pathlib.Path, views: Views) -> None:
     """Tables of the plan."""
+    from ortgraph.plan.budget import size_text
     from ortgraph.report import memory
     from ortgraph.report.memory_page import largest_text
 
     facts = views.facts
     plan = facts.plan
-    budget = f", budget {memory.size_text(plan.budget)}" if plan.budget is not None else ""
+    budget = f", budget {size_text(plan.budget)}" if plan.budget is not None else ""
     out.say(f"{path}: program {plan.program}, {len(plan.problem.nodes)} operations{budget}")
     if views.earlier:
         out.say(earlier_text(views.earlier))

@@ -39,3 +39,11 @@ def budget_bytes(budget: str | int, peak: int) -> int:
     if unit is None and number != int(number):
         raise InputError(f"memory budget {budget!r} is no whole number of bytes", "give 60%, 30MB or 24MiB")
     return int(number * _UNITS[unit or "B"])
+
+
+def size_text(size: float) -> str:
+    """``62.7 MB``: decimal units, as budgets are given."""
+    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if abs(size) >= scale:
+            return f"{size / scale:.2f} {unit}"
+    return f"{size:.0f} B"

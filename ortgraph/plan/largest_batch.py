@@ -8,7 +8,7 @@ from typing import Any
 
 from ortgraph.errors import InputError, PlanError
 from ortgraph.graph import TrainingGraph
-from ortgraph.plan.budget import budget_bytes
+from ortgraph.plan.budget import budget_bytes, size_text
 from ortgraph.plan.footprint import Footprint, footprint
 from ortgraph.plan.program_plan import ProgramPlan, plan_program, replan
 from ortgraph.plan.ready import free_dimensions, ready_graph
@@ -118,7 +118,7 @@ def largest_batch(
     while high <= largest and try_size(high):
         low, high = high, 2 * high
     if low == 0:
-        raise PlanError(f"{dim}=1 does not fit into {limit:,} bytes: {fits[1].reason}", "give more memory")
+        raise PlanError(f"{dim}=1 does not fit into {size_text(limit)}: {fits[1].reason}", "give more memory")
     while high in fits and high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if try_size(middle) else (low, middle)
@@ -150,35 +150,38 @@ def _fit(
 ) -> BatchFit:
     fixed = footprint(graph)
     plan = plan_program(graph, program=program)
-    room = limit - fixed.total
-    least = fixed.total + plan.floor.bytes
+    room, needed = limit - fixed.total, fixed.total + plan.floor.bytes
+
+    def misfit(reason: str) -> BatchFit:
+        return BatchFit(size, fixed, needed, None, None, f"{reason}; {_outside(fixed)}")
+
     if room < plan.floor.bytes:
-        return BatchFit(size, fixed, least, None, None, _too_small(fixed, plan, limit))
+        return misfit(_too_small(plan, room))
+    # The peak that the search keeps below the budget has the scratch in it already, the arena has not.
     for spare in dict.fromkeys((0, plan.scratch_bytes)):
+        if room <= spare:
+            return misfit(f"kernel scratch alone takes {size_text(spare)}")
         try:
-            plan = replan(plan, room - spare, seconds, reorder) if room > spare else plan
-        except (PlanError, InputError) as error:
-            return BatchFit(size, fixed, least, None, None, f"{error.what}; {_outside(fixed)}")
+            plan = replan(plan, room - spare, seconds, reorder)
+        except PlanError as error:
+            return misfit(error.what)
         needed = fixed.total + plan.arena.arena_bytes + plan.scratch_bytes
         if needed <= limit:
             break
     else:
-        return BatchFit(size, fixed, needed, None, None, f"{needed:,} bytes are needed with kernel scratch")
+        return misfit(f"with kernel scratch {size_text(needed)} are needed")
     if max_overhead is not None and plan.after.overhead > max_overhead:
-        reason = f"it takes {plan.after.overhead:.1%} more predicted time, over the {max_overhead:.1%} allowed"
-        return BatchFit(size, fixed, needed, None, None, reason)
+        return misfit(f"it takes {plan.after.overhead:.1%} more predicted time, over the {max_overhead:.1%} allowed")
     return BatchFit(size, fixed, needed, plan, graph)
 
 
-def _too_small(fixed: Footprint, plan: ProgramPlan, limit: int) -> str:
+def _too_small(plan: ProgramPlan, room: int) -> str:
     names = [plan.problem.operations.operations[i].name for i in plan.floor.operations]
-    cause = f" (set by {names[0]!r}{f' and {len(names) - 1} more' if len(names) > 1 else ''})" if names else ""
-    return (
-        f"{_outside(fixed)}, and no plan goes below {plan.floor.bytes:,} bytes{cause}: "
-        f"{fixed.total + plan.floor.bytes - limit:,} bytes too many"
-    )
+    cause = f" ({names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} set that floor)" if names else ""
+    left = f"{size_text(room)} are left" if room > 0 else "nothing is left"
+    return f"no plan goes below {size_text(plan.floor.bytes)}{cause} and {left} for it"
 
 
 def _outside(fixed: Footprint) -> str:
     parts = ((getattr(fixed, f.name), f.name) for f in dataclasses.fields(fixed))
-    return ", ".join(f"{name} take {size:,}" for size, name in parts if size) + " bytes"
+    return "outside the arena are " + ", ".join(f"{name} of {size_text(size)}" for size, name in parts if size)

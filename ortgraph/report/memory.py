@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ortgraph.graph import TrainingGraph
+from ortgraph.plan.budget import size_text
 from ortgraph.plan.footprint import Footprint, footprint, gradient_bytes
 from ortgraph.plan.largest_batch import LargestBatch
 from ortgraph.plan.program_plan import ProgramPlan
@@ -66,14 +67,6 @@ def memory_facts(graph: TrainingGraph, plan: ProgramPlan, order_bound: int | Non
     return MemoryFacts(plan, footprint(graph), gradient_bytes(graph), given, planned, recomputed, order_bound)
 
 
-def size_text(size: float) -> str:
-    """``62.7 MB``: decimal units, as budgets are given."""
-    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if abs(size) >= scale:
-            return f"{size / scale:.2f} {unit}"
-    return f"{size:.0f} B"
-
-
 def time_text(microseconds: float) -> str:
     """``12.3 ms``."""
     return f"{microseconds / 1e3:.2f} ms" if microseconds >= 1000 else f"{microseconds:.1f} µs"
@@ -131,8 +124,8 @@ def bound_rows(facts: MemoryFacts) -> list[tuple[str, str, str]]:
         rows.append(("order bound", size_text(facts.order_bound), meaning))
     names = [plan.problem.operations.operations[i].name for i in plan.floor.operations]
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    cause = f"{names[0]}{more} by what is read, made and held" if names else "by what is kept after the step"
-    rows.append(("floor", size_text(plan.floor.bytes), f"no sequence at all has a smaller peak; set {cause}"))
+    cause = f"{names[0]}{more}" if names else "what is kept after the step"
+    rows.append(("floor", size_text(plan.floor.bytes), f"no sequence at all has a smaller peak; set by {cause}"))
     return rows
 
 
@@ -158,7 +151,16 @@ def occupant_rows(picture: Timeline, shown: int = SHOWN) -> list[tuple[str, ...]
 
 def _occupant_row(o: Occupant) -> tuple[str, ...]:
     shape = "×".join(map(str, o.shape)) or "scalar"
-    return (size_text(o.bytes), o.name, o.operator, o.module, o.phase, o.role, shape, f"{o.lower}–{o.upper}")
+    return (
+        size_text(o.bytes),
+        o.name,
+        o.operator.rpartition(".")[2],
+        o.module,
+        o.phase,
+        o.role,
+        shape,
+        f"{o.lower}–{o.upper}",
+    )
 
 
 def recomputed_rows(facts: MemoryFacts) -> list[tuple[str, int]]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from ortgraph import __version__
 from ortgraph.graph import TrainingGraph
+from ortgraph.plan.budget import size_text
 from ortgraph.plan.largest_batch import LargestBatch
 from ortgraph.plan.program_plan import program_problem
 from ortgraph.plan.sweep import Sweep
 from ortgraph.plan.timeline import Timeline, find_roles, recomputed_operators, timeline
 from ortgraph.report import memory
 from ortgraph.report.html import Page
-from ortgraph.report.memory import MemoryFacts, size_text
+from ortgraph.report.memory import MemoryFacts
 from ortgraph.report.svg import curve_chart, stacked_chart
 
 _MB = 1e6
@@ -49,7 +50,7 @@ def memory_page(
         page.section("Evaluated again")
         page.table(("operator", "times"), memory.recomputed_rows(facts), right=(1,))
     if swept is not None:
-        _add_sweep(page, swept, facts.order_bound)
+        _add_sweep(page, swept, facts)
     if largest is not None:
         _add_largest(page, largest)
     page.text(f"ortgraph {__version__}", note=True)
@@ -113,27 +114,28 @@ def _add_peaks(page: Page, facts: MemoryFacts) -> None:
         page.table(memory.OCCUPANT_COLUMNS, memory.occupant_rows(picture), right=(0,))
 
 
-def _add_sweep(page: Page, swept: Sweep, order_bound: int | None) -> None:
+def _add_sweep(page: Page, swept: Sweep, facts: MemoryFacts) -> None:
     page.section("Budget against time")
     page.text(
-        "Each dot is a plan of its own: the arena that it needs at most, and how much more time the cost table predicts. "
+        "Each dot is a plan of its own: the arena that it may take, and how much more time the cost table predicts. "
         "Crosses are budgets for which no plan was found.",
         note=True,
     )
-    page.add_chart(sweep_chart(swept, order_bound))
+    page.add_chart(sweep_chart(swept, facts.order_bound, facts.plan.budget))
     page.table(memory.SWEEP_COLUMNS, memory.sweep_rows(swept), right=(0, 1, 2, 3, 4, 5))
 
 
-def sweep_chart(swept: Sweep, order_bound: int | None = None) -> str:
+def sweep_chart(swept: Sweep, order_bound: int | None = None, budget: int | None = None) -> str:
     """The trade-off curve: budget against predicted overhead."""
     found = [(p.budget / _MB, 100 * p.plan.after.overhead, "") for p in reversed(swept.points) if p.plan is not None]
     marks = [
         (swept.given.floor.bytes / _MB, "floor"),
         (swept.given.before.peak / _MB, "given order"),
         *([(order_bound / _MB, "order bound")] if order_bound is not None else []),
+        *([(budget / _MB, "budget")] if budget is not None else []),
     ]
     missing = [p.budget / _MB for p in swept.points if p.plan is None]
-    return curve_chart("Budget against time", found, "arena, MB", "predicted overhead, %", marks, missing)
+    return curve_chart("Budget against time", found, "budget, MB", "predicted overhead, %", marks, missing)
 
 
 def _add_largest(page: Page, largest: LargestBatch) -> None:

@@ -10,6 +10,7 @@ _WIDTH, _HEIGHT = 640, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60, 16, 30, 40
 _COLOURS = ("#1f6f8b", "#c8553d", "#5b8c5a", "#7b5ea7")
 _BANDS = ("#8a8a8a", "#c8553d", "#1f6f8b", "#8fc3d3", "#e0b04c", "#5b8c5a")  # told apart by brightness too
+_HALO = 'stroke="#fff" stroke-width="3" paint-order="stroke"'
 _DASHES = ("", "6 3", "2 3", "8 3 2 3")
 _LINE_POINTS = 400  # more points than pixels only make the file larger
 
@@ -94,7 +95,7 @@ def stacked_chart(
     if not longest:
         return _frame(title, _text(_WIDTH / 2, _HEIGHT / 2, "no values", "middle"))
     columns = _columns(total)
-    high = 1.12 * (max(*total, top, limit[0] if limit else 0.0) or 1.0)
+    high = _round_top(max(*total, top, limit[0] if limit else 0.0))
     x = [_x(c, 0, longest) for c in (*(c for c, _ in columns), longest)]
     parts, below = [], [0.0] * len(columns)
     left = float(_LEFT)
@@ -111,16 +112,17 @@ def stacked_chart(
     if border is not None:
         at = _x(border[0], 0, longest)
         parts.append(f'<path d="M{at:.1f} {_TOP}V{_HEIGHT - _BOTTOM}" stroke="#333" stroke-dasharray="5 3"/>')
-        parts.append(_text(at - 5, _TOP + 22, border[1], "end") + _text(at + 5, _TOP + 22, border[2], "start"))
+        parts.append(_text(at - 5, _TOP + 12, border[1], "end", _HALO))
+        parts.append(_text(at + 5, _TOP + 12, border[2], "start", _HALO))
     if limit is not None:
         y = _y(limit[0], 0, high)
         parts.append(f'<path d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}" stroke="#a00" stroke-dasharray="2 2"/>')
-        parts.append(_text(_WIDTH - _RIGHT, y - 4, limit[1], "end"))
+        parts.append(_text(_WIDTH - _RIGHT, y - 4, limit[1], "end", _HALO))
     if peak is not None:
         at, y = _x(peak[0] + 0.5, 0, longest), _y(total[peak[0]], 0, high)
         parts.append(f'<circle cx="{at:.1f}" cy="{y:.1f}" r="3.5" fill="#000"/>')
         side = "start" if at < _WIDTH / 2 else "end"
-        parts.append(_text(at + (7 if side == "start" else -7), y - 5, peak[1], side))
+        parts.append(_text(at + (7 if side == "start" else -7), y - 5, peak[1], side, _HALO))
     if base:
         parts.append(_base_strip(base))
     return _frame(title, "".join(parts), _HEIGHT + (24 if base else 0))
@@ -132,6 +134,15 @@ def _base_strip(text: str) -> str:
         f'<rect x="{_LEFT}" y="{y}" width="{width}" height="17" fill="#e6e3dc" stroke="#888" stroke-dasharray="3 2"/>'
         + _text(_LEFT + width / 2, y + 12, text, "middle")
     )
+
+
+def _round_top(largest: float) -> float:
+    """The upper end of an axis from zero whose quarters are round numbers, with room for a label above ``largest``."""
+    if largest <= 0:
+        return 1.0
+    step = 1.1 * largest / 4
+    scale = 10.0 ** math.floor(math.log10(step))
+    return 4 * scale * next(m for m in (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 12) if m * scale >= step)
 
 
 def _columns(total: Sequence[float]) -> list[tuple[int, int]]:
@@ -180,15 +191,14 @@ def curve_chart(
     xs = [*(p[0] for p in points), *(m[0] for m in marks), *missing]
     if not xs:
         return _frame(title, _text(_WIDTH / 2, _HEIGHT / 2, "no values", "middle"))
-    room = 0.04 * (max(xs) - min(xs)) or 0.5
-    low, high = min(xs) - room, max(xs) + room
-    top = 1.15 * max((p[1] for p in points), default=0.0) or 1.0
+    low, high = min(0.0, *xs), _round_top(max(xs))
+    top = _round_top(max((p[1] for p in points), default=0.0))
     parts = [_axes(low, high, 0, top, x_label, y_label)]
     for k, (x, label) in enumerate(sorted(marks)):
         at, y = _x(x, low, high), _TOP + 12 + 13 * (k % 3)
         parts.append(f'<path d="M{at:.1f} {_TOP}V{_HEIGHT - _BOTTOM}" stroke="#666" stroke-dasharray="4 3"/>')
         side = "start" if at < _WIDTH * 0.7 else "end"
-        parts.append(_text(at + (4 if side == "start" else -4), y, label, side))
+        parts.append(_text(at + (4 if side == "start" else -4), y, label, side, _HALO))
     at = [(_x(x, low, high), _y(y, 0, top)) for x, y, _ in points]
     parts.append(f'<path d="{_path(at)}" fill="none" stroke="{_COLOURS[0]}" stroke-width="1.6"/>')
     for (x, y), (_, _, label) in zip(at, points, strict=True):
@@ -253,7 +263,7 @@ def _axes(x0: float, x1: float, y0: float, y1: float, x_label: str, y_label: str
         x, y = x0 + (x1 - x0) * k / 4, y0 + (y1 - y0) * k / 4
         parts.append(_text(_x(x, x0, x1), bottom + 15, f"{x:.4g}", "middle"))
         if y_ticks:
-            parts.append(_text(_LEFT - 6, _y(y, y0, y1) + 4, f"{y:.3g}", "end"))
+            parts.append(_text(_LEFT - 6, _y(y, y0, y1) + 4, f"{y:.4g}", "end"))
     parts.append(_text((_LEFT + _WIDTH) / 2, _HEIGHT - 6, x_label, "middle"))
     turned = f'transform="rotate(-90 14 {_HEIGHT / 2})"'
     return "".join(parts) + _text(14, _HEIGHT / 2, y_label, "middle", turned)
