@@ -72,7 +72,9 @@ def _print_table(rows: list[Row]) -> None:
         column.justify = "right"
     for r in rows:
         mark = {True: "met", False: "[bold red]SHORT[/]", None: ""}[r.met]
-        table.add_row(r.suite, r.instance, r.setting, text(r.value), text(r.bound), text(r.target), mark, f"{r.seconds:.2f}")
+        table.add_row(
+            r.suite, r.instance, r.setting, text(r.value), text(r.bound), text(r.target), mark, f"{r.seconds:.2f}"
+        )
     Console(width=None if os.isatty(1) else 150).print(table)
 
 
@@ -92,7 +94,10 @@ def main(arguments: list[str] | None = None) -> int:
     setup = Setup(data, tuple(p for p in options.instances.split(",") if p))
 
     def shown(r: Row) -> None:
-        print(f"{r.suite:9} {r.instance:22} {r.setting:48} {text(r.value):>16} {'SHORT' if r.met is False else ''}", flush=True)
+        print(
+            f"{r.suite:9} {r.instance:22} {r.setting:48} {text(r.value):>16} {'SHORT' if r.met is False else ''}",
+            flush=True,
+        )
 
     rows = run_suites(names, setup, shown)
     _print_table(rows)

@@ -8,20 +8,21 @@ from typing import Any
 from ortgraph.plan.operations import OperationGraph
 
 
-def step_problem(made: dict[str, Any]) -> OperationGraph:
+def step_problem(made: dict[str, Any], level: str = "O2") -> OperationGraph:
     """Operations of one optimizer step of a workload (``bench.workloads``), in the order that would be planned."""
     import ortgraph
     from ortgraph.plan.program_plan import program_problem
 
     graph = ortgraph.capture(made["module"], made["batch"])
-    lowered = ortgraph.optimize(graph, "O2", optimizer=ortgraph.optim.AdamW()).graph
+    lowered = ortgraph.optimize(graph, level, optimizer=ortgraph.optim.AdamW()).graph
     return program_problem(lowered, "step")[1].operations
 
 
-def gpt(layers: int = 4, width: int = 128, batch: int = 8, sequence: int = 128) -> OperationGraph:
+def gpt(layers: int = 4, level: str = "O2") -> OperationGraph:
+    """GPT of width 128, batch 8, sequence 128."""
     from bench.workloads import gpt_blocks
 
-    return step_problem(gpt_blocks(width=width, layers=layers, batch=batch, sequence=sequence))
+    return step_problem(gpt_blocks(layers=layers), level)
 
 
 def bert() -> OperationGraph:

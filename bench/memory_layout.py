@@ -55,11 +55,15 @@ def run(setup: Setup) -> Iterator[Row]:
             bound=1.0, seconds=watch.wall,
         )  # fmt: skip
     if spent.keys() >= SIX:
-        yield row(SUITE, "A-F", "processor seconds at capacity, sum", _sum([spent[n] for n in sorted(SIX)]), at_most=40.0)
+        yield row(
+            SUITE, "A-F", "processor seconds at capacity, sum", _sum([spent[n] for n in sorted(SIX)]), at_most=40.0
+        )
     if spent.keys() - SIX - {"input"}:
         yield row(SUITE, "all with a capacity", "processor seconds at capacity, sum", _sum(list(spent.values())))
     if ratios:
-        yield row(SUITE, "all with a capacity", "arena / max-load, mean", statistics.fmean(ratios), bound=1.0, at_most=1.03)
+        yield row(
+            SUITE, "all with a capacity", "arena / max-load, mean", statistics.fmean(ratios), bound=1.0, at_most=1.03
+        )
 
 
 def _real(path: pathlib.Path) -> Row:

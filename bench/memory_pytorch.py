@@ -71,7 +71,13 @@ def _compare(name: str) -> Iterator[Row]:
         at_most=0.0,
     )  # fmt: skip
     if savings:
-        yield row(SUITE, name, f"least saving of extra FLOPs % at peaks <= 0.5 ({len(savings)} points)", min(savings), at_least=SAVING)
+        yield row(
+            SUITE,
+            name,
+            f"least saving of extra FLOPs % at peaks <= 0.5 ({len(savings)} points)",
+            min(savings),
+            at_least=SAVING,
+        )
     yield from _lowest(name, graph, base, reached)
 
 

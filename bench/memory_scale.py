@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 SUITE = "scale"
 LAYERS = 48
+LEVEL = "O0"  # nothing fused: the most operators
 BUDGET = 50  # percent
 ORDER_SECONDS, RECOMPUTE_SECONDS, LAYOUT_SECONDS = 5.0, 15.0, 5.0
 SECONDS, MEBIBYTES = 30.0, 1024.0
@@ -40,15 +41,25 @@ def run(setup: Setup) -> Iterator[Row]:
             _child("capture", file)
         found = json.loads(_child("plan", file))
     yield row(SUITE, name, "operators", found["operations"], seconds=watch.wall)
-    yield row(SUITE, name, "order: peak bytes", found["order_peak"], bound=found["order_bound"], seconds=found["order_s"])
+    yield row(
+        SUITE, name, "order: peak bytes", found["order_peak"], bound=found["order_bound"], seconds=found["order_s"]
+    )
     fits = found["peak"] <= found["budget"]
     yield row(
         SUITE, name, f"recompute at {BUDGET} %: peak bytes", found["peak"],
         bound=found["floor"], at_most=found["budget"], seconds=found["recompute_s"],
     )  # fmt: skip
-    yield row(SUITE, name, f"recompute at {BUDGET} %: overhead %", 100 * found["overhead"], bound=100 * found["overhead_bound"])
+    yield row(
+        SUITE,
+        name,
+        f"recompute at {BUDGET} %: overhead %",
+        100 * found["overhead"],
+        bound=100 * found["overhead_bound"],
+    )
     yield row(SUITE, name, "layout: arena bytes", found["arena"], bound=found["max_load"], seconds=found["layout_s"])
-    yield row(SUITE, name, "planning: wall seconds", found["wall_s"], at_most=SECONDS, also=fits, seconds=found["wall_s"])
+    yield row(
+        SUITE, name, "planning: wall seconds", found["wall_s"], at_most=SECONDS, also=fits, seconds=found["wall_s"]
+    )
     yield row(SUITE, name, "planning: processor seconds", found["cpu_s"], seconds=found["wall_s"])
     yield row(SUITE, name, "planning: resident MiB, high-water", found["mebibytes"], at_most=MEBIBYTES, also=fits)
 
@@ -63,7 +74,7 @@ def _child(what: str, file: str) -> str:
 def _capture(file: str) -> None:
     from bench.memory_captured import gpt
 
-    pathlib.Path(file).write_bytes(pickle.dumps(gpt(LAYERS)))
+    pathlib.Path(file).write_bytes(pickle.dumps(gpt(LAYERS, LEVEL)))
 
 
 def _plan(file: str) -> dict[str, float]:
