@@ -13,7 +13,8 @@ import dataclasses
 import importlib
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Iterator
+import subprocess
+from collections.abc import Iterable, Iterator
 
 from bench.memory_rows import COLUMNS, Row, row, summary, text, write_json
 from bench.planning_data import data_folder
@@ -46,21 +47,17 @@ class Setup:
         return not self.instances or any(part in name for part in self.instances)
 
 
-def run_suites(names: Iterable[str], setup: Setup, shown: Callable[[Row], None]) -> list[Row]:
-    """Rows of all suites. A suite that fails gives one row without a value that counts as short."""
-    rows: list[Row] = []
+def run_suites(names: Iterable[str], setup: Setup) -> Iterator[Row]:
+    """Rows of all suites. A suite that fails gives a row without a value that counts as short."""
     for name in names:
-        for made in _rows_of(name, setup):
-            rows.append(made)
-            shown(made)
-    return rows
+        yield from _rows_of(name, setup)
 
 
 def _rows_of(name: str, setup: Setup) -> Iterator[Row]:
     try:
         yield from importlib.import_module(SUITES[name]).run(setup)
-    except (OrtgraphError, ImportError, NotImplementedError) as error:
-        yield row(name, "-", f"not run: {error}", None, at_most=0)
+    except (OrtgraphError, ImportError, NotImplementedError, subprocess.SubprocessError) as error:
+        yield row(name, "-", f"ended early: {error}", None, at_most=0)
 
 
 def _print_table(rows: list[Row]) -> None:
@@ -93,17 +90,15 @@ def main(arguments: list[str] | None = None) -> int:
     data = data_folder(options.data) if needs_data or options.data else None
     setup = Setup(data, tuple(p for p in options.instances.split(",") if p))
 
-    def shown(r: Row) -> None:
-        print(
-            f"{r.suite:9} {r.instance:22} {r.setting:48} {text(r.value):>16} {'SHORT' if r.met is False else ''}",
-            flush=True,
-        )
-
-    rows = run_suites(names, setup, shown)
+    rows: list[Row] = []
+    for made in run_suites(names, setup):
+        rows.append(made)
+        short = "SHORT" if made.met is False else ""
+        print(f"{made.suite:9} {made.instance:22} {made.setting:48} {text(made.value):>16} {short}", flush=True)
+        if options.json:  # as it grows: a long run that is cut short leaves what it has
+            write_json(rows, options.json)
     _print_table(rows)
     print(summary(rows))
-    if options.json:
-        write_json(rows, options.json)
     return 0
 
 

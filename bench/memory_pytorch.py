@@ -6,6 +6,7 @@ PyTorch's sequences are the nodes of its forward, then of its backward half, as 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Iterator
@@ -14,8 +15,8 @@ from typing import TYPE_CHECKING
 from bench.memory_rows import Row, row, stopwatch
 from ortgraph.errors import PlanError
 from ortgraph.plan.operations import OperationGraph
-from ortgraph.plan.recompute import RecomputeProblem, memory_floor, solve, validate
-from ortgraph.plan.simulate import Profile, simulate
+from ortgraph.plan.recompute import RecomputeProblem, RecomputeSolution, memory_floor, solve, validate
+from ortgraph.plan.simulate import simulate
 
 if TYPE_CHECKING:
     from bench.memory import Setup
@@ -54,15 +55,15 @@ def _compare(name: str) -> Iterator[Row]:
     yield row(SUITE, name, f"PyTorch's lowest peak / default ({len(points)} points)", best[0].peak / base)
     excess, savings, reached = [], [], base
     for point in reversed(best):
-        profile, seconds = _ours(graph, point.peak)
-        extra = None if profile is None else 100 * profile.overhead
+        solution, seconds = _ours(graph, point.peak)
+        extra = None if solution is None else 100 * solution.overhead
         yield row(
             SUITE, name, f"extra FLOPs % at peak {point.peak / base:.3f} ({point.made_by})", extra,
-            bound=0.0, at_most=point.extra, seconds=seconds,
+            bound=_bound(solution), at_most=point.extra, seconds=seconds,
         )  # fmt: skip
         excess.append(float("inf") if extra is None else extra - point.extra)
-        if profile is not None:
-            reached = min(reached, profile.peak)
+        if solution is not None:
+            reached = min(reached, solution.peak)
         if point.peak <= base / 2 and point.extra > 0:
             savings.append(-100.0 if extra is None else 100 * (1 - extra / point.extra))
     worst = max(excess)
@@ -87,27 +88,29 @@ def _lowest(name: str, graph: OperationGraph, base: int, reached: int) -> Iterat
     for level in LEVELS:
         if level * base < floor:
             break
-        profile, seconds = _ours(graph, int(level * base))
-        if profile is None:
-            yield row(SUITE, name, f"extra FLOPs % at peak {level:g}", None, bound=0.0, seconds=seconds)
+        solution, seconds = _ours(graph, int(level * base))
+        extra = None if solution is None else 100 * solution.overhead
+        yield row(SUITE, name, f"extra FLOPs % at peak {level:g}", extra, bound=_bound(solution), seconds=seconds)
+        if solution is None:
             break
-        yield row(SUITE, name, f"extra FLOPs % at peak {level:g}", 100 * profile.overhead, bound=0.0, seconds=seconds)
-        reached = min(reached, profile.peak)
+        reached = min(reached, solution.peak)
     yield row(SUITE, name, "lowest peak / default", reached / base, bound=floor / base, at_most=target)
 
 
-def _ours(graph: OperationGraph, budget: int) -> tuple[Profile | None, float]:
-    """Our sequence within a budget, judged; None where there is none."""
+def _bound(solution: RecomputeSolution | None) -> float:
+    return 0.0 if solution is None else 100 * solution.bound_overhead
+
+
+def _ours(graph: OperationGraph, budget: int) -> tuple[RecomputeSolution | None, float]:
+    """Our sequence within a budget, judged; None where none was found."""
     problem = RecomputeProblem(graph, budget)
-    with stopwatch() as watch:
-        try:
-            solution = solve(problem, SECONDS)
-        except PlanError:  # below the floor
-            return None, 0.0
-    if solution.peak > budget:
+    found = None
+    with stopwatch() as watch, contextlib.suppress(PlanError):  # no sequence within the budget
+        found = solve(problem, SECONDS)
+    if found is None or not found.met:
         return None, watch.wall
-    validate(problem, solution)
-    return simulate(graph, solution.sequence), watch.wall
+    validate(problem, found)
+    return found, watch.wall
 
 
 def pytorch_points(name: str) -> tuple[OperationGraph, list[Point]]:

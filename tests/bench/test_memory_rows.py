@@ -43,7 +43,7 @@ def test_a_suite_that_cannot_run_counts_as_short(monkeypatch) -> None:
     from bench import memory
 
     monkeypatch.setitem(memory.SUITES, "absent", "bench.no_such_module")
-    rows = run_suites(["absent"], memory.Setup(None), lambda r: None)
+    rows = list(run_suites(["absent"], memory.Setup(None)))
     assert [r.met for r in rows] == [False]
     assert "no_such_module" in rows[0].setting
 
