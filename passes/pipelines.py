@@ -53,6 +53,8 @@ MATMUL = ",".join(
     )
 )
 
+MEMORY = "chunk-loss"  # why before lowering: it knows the composites; why after MATMUL: products carry their transposes
+
 AFTER_LOWERING = ",".join(
     (
         CLEAN,  # why here: expansions of a forward operator and of its gradient share sub-graphs
@@ -104,7 +106,7 @@ def o1(**options) -> tuple[ir.passes.PassBase, ...]:
 
 def o2(**options) -> tuple[ir.passes.PassBase, ...]:
     """Canonical passes and fusions over both halves."""
-    return _preset(CANONICAL, FUSION, CANONICAL, MATMUL, after=AFTER_LOWERING, **options)
+    return _preset(CANONICAL, FUSION, CANONICAL, MATMUL, MEMORY, after=AFTER_LOWERING, **options)
 
 
 PRESETS: dict[str, Callable[..., tuple[ir.passes.PassBase, ...]]] = {"O0": o0, "O1": o1, "O2": o2, "O3": o2}

@@ -286,9 +286,9 @@ def _result(node: ir.Node, value: ir.Value, flipped: bool, product: _Product, pa
     if node.op_type in ("MatMul", "Gemm"):
         found = _product(node)
         scores, _ = _plain(value)
-        if found.addend is None and found.left is scores and found.right is product.right:
-            if not found.left_transposed and found.right_transposed != product.right_transposed:
-                return Result(made, "hidden", path)
+        by_weight = found.right is product.right and found.right_transposed != product.right_transposed
+        if found.addend is None and found.left is scores and not found.left_transposed and by_weight:
+            return Result(made, "hidden", path)
         first = found.left is scores and found.left_transposed and not found.right_transposed
         if found.addend is None and first and _same_rows(found.right, product.left):
             return Result(made, "weight", path)
