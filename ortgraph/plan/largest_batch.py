@@ -23,7 +23,8 @@ class BatchFit:
     Attributes:
         size: Of the dimension.
         fixed: Memory outside the arena.
-        needed: Bytes of the whole step: fixed, arena, largest kernel scratch. Without a plan, at least so many.
+        least: Bytes that no plan goes below: fixed and the memory floor.
+        needed: Bytes of the whole step: fixed, arena, largest kernel scratch; ``least`` without a plan.
         plan: The plan that fits; None when none does.
         graph: The graph that the plan is of; None without a plan.
         reason: Why it does not fit.
@@ -31,6 +32,7 @@ class BatchFit:
 
     size: int
     fixed: Footprint
+    least: int
     needed: int
     plan: ProgramPlan | None
     graph: TrainingGraph | None
@@ -72,7 +74,7 @@ def largest_batch(
     largest: int = _LARGEST,
     tell: Callable[[str], None] = lambda text: None,
 ) -> LargestBatch:
-    """Double the batch until it no longer fits, then bisect; each size is optimized and planned as it would be run.
+    """Grow the batch until it no longer fits, then bisect; each size is optimized and planned as it would be run.
 
     What must fit: parameters, states, batch, constants, the arena (gradients are in it) and the largest kernel scratch.
     The runtime's own memory is not counted.
@@ -115,14 +117,23 @@ def largest_batch(
         return fits[size].plan is not None
 
     low, high = 0, 1
-    while high <= largest and try_size(high):
-        low, high = high, 2 * high
+    while low < largest and try_size(high):
+        low, high = high, min(largest, _larger(list(fits.values()), limit))
     if low == 0:
         raise PlanError(f"{dim}=1 does not fit into {size_text(limit)}: {fits[1].reason}", "give more memory")
-    while high in fits and high - low > 1:
+    while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if try_size(middle) else (low, middle)
-    return LargestBatch(dim, limit, fits[low], fits.get(high), tuple(fits))
+    return LargestBatch(dim, limit, fits[low], fits.get(low + 1), tuple(fits))
+
+
+def _larger(fits: list[BatchFit], limit: int) -> int:
+    """A size to try next: where the least need reaches the limit if it grows in proportion, at least twice the last."""
+    last = fits[-1]
+    if len(fits) < 2:
+        return 2 * last.size
+    growth = (last.least - fits[-2].least) / (last.size - fits[-2].size)
+    return max(2 * last.size, last.size + int((limit - last.least) / growth) + 1 if growth > 0 else 0)
 
 
 def memory_bytes(memory: str | int) -> int:
@@ -150,10 +161,10 @@ def _fit(
 ) -> BatchFit:
     fixed = footprint(graph)
     plan = plan_program(graph, program=program)
-    room, needed = limit - fixed.total, fixed.total + plan.floor.bytes
+    room, least = limit - fixed.total, fixed.total + plan.floor.bytes
 
     def misfit(reason: str) -> BatchFit:
-        return BatchFit(size, fixed, needed, None, None, f"{reason}; {_outside(fixed)}")
+        return BatchFit(size, fixed, least, least, None, None, f"{reason}; {_outside(fixed)}")
 
     if room < plan.floor.bytes:
         return misfit(_too_small(plan, room))
@@ -172,7 +183,7 @@ def _fit(
         return misfit(f"with kernel scratch {size_text(needed)} are needed")
     if max_overhead is not None and plan.after.overhead > max_overhead:
         return misfit(f"it takes {plan.after.overhead:.1%} more predicted time, over the {max_overhead:.1%} allowed")
-    return BatchFit(size, fixed, needed, plan, graph)
+    return BatchFit(size, fixed, least, needed, plan, graph)
 
 
 def _too_small(plan: ProgramPlan, room: int) -> str:
