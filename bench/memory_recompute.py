@@ -69,7 +69,7 @@ def _least(graph: OperationGraph, budget: int, cut: int) -> float:
     """Overhead that every order has: where none fits the budget by itself, something is evaluated again."""
     if budget >= cut or not graph.cost:
         return 0.0
-    return min(o.cost for o in graph.operations if o.recompute) / graph.cost
+    return min((o.cost for o in graph.operations if o.recompute), default=0.0) / graph.cost
 
 
 def _solve(graph: OperationGraph, budget: int, reorder: bool) -> RecomputeSolution | None:
