@@ -163,10 +163,10 @@ def machine(threads: int = 2) -> dict[str, object]:
 
 def _points(case: Case, size: int, target: str, threads: int) -> dict[str, tuple[int, float, float, float]]:
     """Per alternative: elements, microseconds, bytes moved and scratch per element."""
-    probe, _ = _graph(case, size, None)
+    probe, _ = case_graph(case, size, None)
     node = next(iter(probe))
     usable = [a for a in alternatives(node, target) if a.applies(node) is None]
-    graphs = {a.name: _graph(case, size, a) for a in usable}
+    graphs = {a.name: case_graph(case, size, a) for a in usable}
     best = dict.fromkeys(graphs, math.inf)
     for _ in range(_ROUNDS):  # in turn, so that a busy moment of the machine does not meet one of them alone
         for name, (graph, feeds) in graphs.items():
@@ -178,7 +178,7 @@ def _points(case: Case, size: int, target: str, threads: int) -> dict[str, tuple
     return found
 
 
-def _graph(case: Case, size: int, alternative: Alternative | None) -> tuple[ir.Graph, dict[str, np.ndarray]]:
+def case_graph(case: Case, size: int, alternative: Alternative | None) -> tuple[ir.Graph, dict[str, np.ndarray]]:
     """The operator alone, replaced by the alternative, with numbers for its inputs."""
     rng = np.random.default_rng(0)
     inputs: list[ir.Value | None] = []

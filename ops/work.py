@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 import onnx_ir as ir
 
@@ -75,21 +76,30 @@ _CLASS = {name: kind for kind, names in _BY_NAME for name in names}
 _SHAPE_ONLY = frozenset({"Shape", "Size", "BroadcastGradientArgs", "YieldOp", "Group", "Constant"})
 
 
+# Features whose prices add up, for classes where size alone does not tell the time.
+TERMS: dict[str, tuple[str, ...]] = {
+    "product": ("nodes", "calls", "flops", "a_bytes", "b_bytes", "c_bytes"),
+    "convolution": ("nodes", "calls", "flops", "x_bytes", "y_bytes", "w_bytes", "column_bytes"),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Work:
     """What one run does.
 
     Attributes:
         kind: One of CLASSES.
-        names: Table entries to try, the most specific first; the class is the last.
+        names: Names under which a price may stand, the most specific first; the class is the last.
         flops: Floating point operations.
         moved: Bytes read and written.
+        features: Amounts by name, for a class in TERMS.
     """
 
     kind: str
     names: tuple[str, ...]
     flops: int
     moved: int
+    features: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 def work_of(node: ir.Node) -> Work:
@@ -97,10 +107,51 @@ def work_of(node: ir.Node) -> Work:
     kind = class_of(node)
     if kind == "free":
         return Work(kind, (kind,), 0, 0)
-    flops = spec_of(node).flops
-    name = operator(node)
-    names = (f"{name}:{_form(node, kind)}", name, kind) if _form(node, kind) else (name, kind)
-    return Work(kind, names, flops(node) if flops is not None else 0, moved_bytes(node))
+    rule = spec_of(node).flops
+    flops, moved = rule(node) if rule is not None else 0, moved_bytes(node)
+    if kind == "product":
+        return Work(kind, (f"product:{_orientation(node)}", kind), flops, moved, _product_features(node, flops))
+    name, form = operator(node), _form(node, kind)
+    names = (f"{name}:{form}", f"{kind}:{form}", name, kind) if form else (name, kind)
+    features = _convolution_features(node, flops) if kind == "convolution" else {}
+    return Work(kind, names, flops, moved, features)
+
+
+def _orientation(node: ir.Node) -> str:
+    """``NN``, ``NT``, ``TN`` or ``TT``: which operand of a product is transposed."""
+    return "".join("T" if attribute(node, f"trans{side}", 0) else "N" for side in "AB")
+
+
+def _dims(node: ir.Node, index: int) -> tuple[int, ...]:
+    value = node.inputs[index] if index < len(node.inputs) else None
+    return () if value is None or value.shape is None else tuple(_number(d) for d in value.shape)
+
+
+def _number(dim: int | ir.SymbolicDim) -> int:
+    return dim if isinstance(dim, int) else UNKNOWN_DIMENSION
+
+
+def _product_features(node: ir.Node, flops: int) -> Mapping[str, float]:
+    a, b = _dims(node, 0), _dims(node, 1)
+    folded = len(b) <= 2 and not attribute(node, "transA", 0)  # the runtime multiplies one tall matrix then
+    calls = 1 if folded else math.prod(a[:-2])
+    c_bytes = sum(value_bytes(o) for o in node.outputs)
+    # each product of a batch packs its own second operand; a broadcast one counts as often as it is read
+    b_bytes = 4 * math.prod(b[-2:]) * max(calls, math.prod(b[:-2]))
+    a_bytes = value_bytes(node.inputs[0]) if node.inputs and node.inputs[0] is not None else 0
+    return {"nodes": 1, "calls": calls, "flops": flops, "a_bytes": a_bytes, "b_bytes": b_bytes, "c_bytes": c_bytes}
+
+
+def _convolution_features(node: ir.Node, flops: int) -> Mapping[str, float]:
+    gradient = node.op_type == "ConvGrad"
+    x, w = (_dims(node, i + gradient) for i in (0, 1))
+    y = _dims(node, 0) if gradient else tuple(_number(d) for d in node.outputs[0].shape or ())
+    group, window = attribute(node, "group", 1), math.prod(w[2:])
+    columns = 4 * math.prod(y[2:]) * window * math.prod(x[:2]) if window > 1 else 0
+    return {
+        "nodes": 1, "calls": math.prod(x[:1]) * group, "flops": flops, "x_bytes": 4 * math.prod(x),
+        "y_bytes": 4 * math.prod(y), "w_bytes": 4 * math.prod(w), "column_bytes": columns,
+    }  # fmt: skip
 
 
 def class_of(node: ir.Node) -> str:
@@ -139,8 +190,29 @@ def _form(node: ir.Node, kind: str) -> str:
         return "rows" if perm and perm[-1] == len(perm) - 1 else ""
     if kind == "leading_reduction":
         return "leading"
+    if node.op_type in ("Concat", "Split"):  # whole blocks, or pieces of every row
+        return "last" if attribute(node, "axis", 0) in (-1, len(_dims(node, 0)) - 1) else ""
+    if node.op_type == "Cast":
+        return "from_bool" if node.inputs[0] is not None and node.inputs[0].dtype == ir.DataType.BOOL else ""
+    if kind == "elementwise":
+        return _broadcast_form(node)
+    if kind == "convolution":
+        return "grouped" if attribute(node, "group", 1) > 1 else ""
     form = attribute(node, "approximate", "none")
     return "" if form == "none" else str(form)
+
+
+def _broadcast_form(node: ir.Node) -> str:
+    """``column`` when an operand has one element per row of the result, ``row`` when one repeats in another way."""
+    shape = tuple(node.outputs[0].shape or ())
+    form = ""
+    for value in node.inputs:
+        if value is None or value.shape is None or tuple(value.shape) == shape or all(d == 1 for d in value.shape):
+            continue
+        if value.shape[-1] == 1:
+            return "column"
+        form = "row"
+    return form
 
 
 def moved_bytes(node: ir.Node) -> int:
@@ -158,7 +230,7 @@ def value_bytes(value: ir.Value) -> int:
     """Bytes of a value; dimensions that are not known count as UNKNOWN_DIMENSION, unknown values as nothing."""
     if value.dtype is None or value.dtype in (ir.DataType.STRING, ir.DataType.UNDEFINED) or value.shape is None:
         return 0
-    shape = static_shape(value) or [d if isinstance(d, int) else UNKNOWN_DIMENSION for d in value.shape]
+    shape = static_shape(value) or [_number(d) for d in value.shape]
     return -(-math.prod(shape) * value.dtype.bitwidth // 8)
 
 

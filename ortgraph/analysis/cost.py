@@ -7,43 +7,59 @@ import functools
 import json
 import pathlib
 from collections.abc import Mapping
+from typing import Any
 
 import onnx_ir as ir
 
 from ortgraph.errors import InputError
 from ortgraph.ops import work as facts
 from ortgraph.ops.alternatives import Cost
+from ortgraph.ops.scratch import scratch_bytes
 
 SHIPPED_TABLE = pathlib.Path(facts.__file__).with_name("node_cost_table.json")
 
 
 @dataclasses.dataclass(frozen=True)
 class NodeCostTable:
-    """Measured prices: ``entries[name] = {"fixed_us", "ns_per_byte", "ns_per_flop"}`` by operator or class.
+    """Measured prices by operator (``Softmax``, ``ortgraph.kernels.Gelu:tanh``) and by class (``elementwise``).
+
+    An entry has ``points``, [bytes moved, microseconds] in ascending order, between which time is interpolated (the
+    first is the fixed cost, the slope between the last two goes on), or ``terms``, microseconds per unit of a feature.
 
     Attributes:
         source: Where it comes from.
-        entries: Prices by operator (``Softmax``, ``ortgraph.kernels.Gelu:tanh``) and by class (``elementwise``).
+        entries: Prices.
     """
 
     source: str
-    entries: Mapping[str, Mapping[str, float]]
+    entries: Mapping[str, Mapping[str, Any]]
 
 
-def predict(node: ir.Node, table: NodeCostTable | None = None) -> Cost:
-    """Predicted cost of one run of a node: a roofline, the slower of computing and moving, and a fixed part.
+def predict(node: ir.Node, table: NodeCostTable | None = None, threads: int = 2) -> Cost:
+    """Predicted cost of one run of a node, with everything bound.
 
     Args:
-        node: Any node; dimensions that are not known count as 64.
-        table: Prices; None means those shipped with the package.
+        node: Any node of a lowered graph; dimensions that are not known count as 64.
+        table: Prices; None means those shipped with the package (2 threads).
+        threads: Threads of one operator; a few kernels need scratch for each.
     """
     table = table or load_node_table()
     work = facts.work_of(node)
-    entry = next((table.entries[name] for name in work.names if name in table.entries), None)
-    if entry is None:
-        entry = table.entries["other"]
-    nanoseconds = max(work.flops * entry.get("ns_per_flop", 0.0), work.moved * entry.get("ns_per_byte", 0.0))
-    return Cost(entry["fixed_us"] + nanoseconds / 1e3, work.moved, 0)
+    entry = next((table.entries[name] for name in work.names if name in table.entries), table.entries["other"])
+    return Cost(_microseconds(entry, work), work.moved, scratch_bytes(node, threads))
+
+
+def _microseconds(entry: Mapping[str, Any], work: facts.Work) -> float:
+    terms = entry.get("terms")
+    if terms is not None:
+        return sum(price * work.features.get(name, 0.0) for name, price in terms.items())
+    points = entry["points"]
+    if work.moved <= points[0][0] or len(points) == 1:
+        return points[0][1]
+    for (low, before), (high, after) in zip(points, points[1:], strict=False):
+        if work.moved <= high:
+            break
+    return before + (after - before) * (work.moved - low) / (high - low)
 
 
 def load_node_table(path: str = "") -> NodeCostTable:
@@ -59,8 +75,8 @@ def load_node_table(path: str = "") -> NodeCostTable:
 def _load(path: str) -> NodeCostTable:
     try:
         entries = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))["entries"]
-        if "other" not in entries or not all("fixed_us" in entry for entry in entries.values()):
-            raise ValueError("an entry lacks fixed_us, or there is none for 'other'")
+        if "other" not in entries or not all("points" in entry or "terms" in entry for entry in entries.values()):
+            raise ValueError("an entry lacks points or terms, or there is none for 'other'")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{path}: not a node cost table ({error})", "make one with `ortgraph calibrate`") from error
     return NodeCostTable(path, entries)
