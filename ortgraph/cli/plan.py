@@ -71,11 +71,12 @@ def run(
     views = make_views(out, graph, request)
     show(out, path, views)
     data = result_of(path, views)
-    if report is not None:
-        options.write_text(report, page(path, views))
-        out.say(f"wrote {report}")
+    text = page(path, views) if report is not None else ""  # before the graph is rewritten
     if output is not None:
         stage = write_planned(out, views, output)
         data |= {"output": str(output), "stage": stage}
         out.say(f"wrote {output}, stage {stage}")
+    if report is not None:
+        options.write_text(report, text)
+        out.say(f"wrote {report}")
     out.result(data)

@@ -56,13 +56,14 @@ def test_documented_json_keys_exist(cli, tmp_path, monkeypatch, graph_file):
     """Keys in the last row of a verb's table are keys of its object."""
     calls = {
         "optimize": ("optimize", graph_file, "-o", tmp_path / "o.onnx", "-O1"),
+        "plan": ("plan", graph_file),
         "inspect": ("inspect", graph_file),
         "verify": ("verify", graph_file),
         "diff": ("diff", graph_file, graph_file),
         "passes": ("passes",),
         "doctor": ("doctor",),
     }
-    optional = {"explain", "culprit", "numerics", "name", "modified", "counts"}
+    optional = {"explain", "culprit", "numerics", "name", "modified", "counts", "sweep", "max_batch", "output", "stage"}
     for verb, words in calls.items():
         row = re.search(r"^\| `--json` \| (.*) \|$", SECTIONS[verb], re.MULTILINE)
         assert row is not None
