@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import enum
 import functools
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -93,7 +94,7 @@ def _typed() -> ctypes.CDLL:
     library = load("layout")
     assert library is not None
     problem = [ctypes.c_int, _INT64, _INT64, _INT64]
-    library.layout_greedy.argtypes = [*problem, _INT32, ctypes.c_int, _INT64]
+    library.layout_greedy.argtypes = [*problem, _INT32, ctypes.c_int, ctypes.c_double, _INT64]
     library.layout_greedy.restype = ctypes.c_int64
     limits = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_double]
     library.layout_search.argtypes = [*problem, ctypes.c_int64, *limits, _INT64, _INT64]
@@ -101,13 +102,19 @@ def _typed() -> ctypes.CDLL:
     return library
 
 
-def place_in_order(arrays: Arrays, order: np.ndarray, tightest: bool) -> tuple[int, np.ndarray]:
-    """Place in this order, each buffer in the lowest or tightest gap. Returns (arena, offsets int64 [n]), in units."""
+def place_in_order(
+    arrays: Arrays, order: np.ndarray, tightest: bool, seconds: float = math.inf
+) -> tuple[int, np.ndarray] | None:
+    """Place in this order, each buffer in the lowest or tightest gap.
+
+    Returns:
+        (arena, offsets int64 [n]) in units, None if the deadline came first.
+    """
     offsets = np.zeros(len(arrays), dtype=np.int64)
     total = _typed().layout_greedy(
-        len(arrays), arrays.lower, arrays.upper, arrays.size, order.astype(np.int32), int(tightest), offsets
+        len(arrays), arrays.lower, arrays.upper, arrays.size, order.astype(np.int32), int(tightest), seconds, offsets
     )
-    return int(total), offsets
+    return (int(total), offsets) if total >= 0 else None
 
 
 def search_within(

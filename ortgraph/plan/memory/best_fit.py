@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from collections.abc import Callable
 
@@ -23,7 +25,9 @@ def solve_by_size(problem: MemoryProblem) -> MemorySolution:
     """Place the largest first, each at the lowest gap: the usual baseline."""
     start = time.perf_counter()
     arrays = Arrays.of(problem)
-    total, offsets = place(arrays, np.lexsort(KEYS[0][1](arrays)), tightest=False)
+    placed = place(arrays, np.lexsort(KEYS[0][1](arrays)), tightest=False)
+    assert placed is not None
+    total, offsets = placed
     return _solution(arrays, total, offsets, "greedy by size", start)
 
 
@@ -39,24 +43,35 @@ def solve_best_fit(problem: MemoryProblem) -> MemorySolution:
     return _solution(arrays, total, offsets, f"best-fit by {name}", start)
 
 
-def best_fit(arrays: Arrays) -> tuple[int, np.ndarray, str]:
-    """(arena, offsets int64 [n], name of the order) of the best greedy placement, in units."""
+def best_fit(arrays: Arrays, end: float = math.inf, both: bool = True) -> tuple[int, np.ndarray, str]:
+    """The best of the greedy placements: by size always, by other orders as time allows.
+
+    Args:
+        end: Deadline on the clock of ``time.perf_counter()``.
+        both: Try the tightest gap too, which takes several times longer on large problems.
+
+    Returns:
+        Arena, offsets int64 [n] (both in units), and what won.
+    """
     best: tuple[int, np.ndarray, str] | None = None
-    for name, key in KEYS:
-        order = np.lexsort(key(arrays))
-        for tightest in (False, True):
-            total, offsets = place(arrays, order, tightest)
-            if best is None or total < best[0]:
-                best = (total, offsets, f"{name}, {'tightest' if tightest else 'lowest'} gap")
-            if best[0] == arrays.bound:
-                return best
+    for tightest, (name, key) in itertools.product((False, True) if both else (False,), KEYS):
+        left = end - time.perf_counter() if best is not None else math.inf
+        placed = place(arrays, np.lexsort(key(arrays)), tightest, left)
+        if placed is not None and (best is None or placed[0] < best[0]):
+            best = (*placed, f"{name}, {'tightest' if tightest else 'lowest'} gap")
+        if best is not None and best[0] == arrays.bound:
+            break
     assert best is not None
     return best
 
 
-def place(arrays: Arrays, order: np.ndarray, tightest: bool) -> tuple[int, np.ndarray]:
-    """Place in the given order; compiled where that is possible. Returns (arena, offsets int64 [n]), in units."""
-    return place_in_order(arrays, order, tightest) if compiled() is not None else _place(arrays, order, tightest)
+def place(
+    arrays: Arrays, order: np.ndarray, tightest: bool, seconds: float = math.inf
+) -> tuple[int, np.ndarray] | None:
+    """``place_in_order``, in Python where there is no compiler."""
+    if compiled() is not None:
+        return place_in_order(arrays, order, tightest, seconds)
+    return _place(arrays, order, tightest, seconds)
 
 
 def _solution(arrays: Arrays, total: int, offsets: np.ndarray, solver: str, start: float) -> MemorySolution:
@@ -64,15 +79,17 @@ def _solution(arrays: Arrays, total: int, offsets: np.ndarray, solver: str, star
     return MemorySolution(arrays.offsets(offsets), total * arrays.unit, arrays.bound * arrays.unit, solver, seconds)
 
 
-def _place(arrays: Arrays, order: np.ndarray, tightest: bool) -> tuple[int, np.ndarray]:
+def _place(arrays: Arrays, order: np.ndarray, tightest: bool, seconds: float) -> tuple[int, np.ndarray] | None:
     """Place in the given order. The placed buffers are kept sorted by offset in four parallel arrays."""
-    n, total = 0, 0
+    n, total, end = 0, 0, time.perf_counter() + seconds
     low, high, lower, upper = (np.empty(len(order), dtype=np.int64) for _ in range(4))
     offsets = np.zeros(len(order), dtype=np.int64)
     for i in order.tolist():
         size, first, end = int(arrays.size[i]), arrays.lower[i], arrays.upper[i]
         if size == 0:
             continue
+        if time.perf_counter() >= end:
+            return None
         live = (lower[:n] < end) & (upper[:n] > first)
         offset = _gap(low[:n][live], high[:n][live], size, tightest)
         at = int(np.searchsorted(low[:n], offset, side="right"))

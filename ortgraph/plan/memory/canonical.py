@@ -69,7 +69,9 @@ def solve_canonical(
         nodes, first, limit = nodes + visited, first + _RUNS, limit * 2
     solution = None
     if outcome is Outcome.FOUND:
-        total, units = place_in_order(arrays, np.argsort(units, kind="stable"), tightest=False)
+        placed = place_in_order(arrays, np.argsort(units, kind="stable"), tightest=False)
+        assert placed is not None
+        total, units = placed
         spent = time.perf_counter() - start
         bound = arrays.bound * arrays.unit
         solution = MemorySolution(arrays.offsets(units), total * arrays.unit, bound, "canonical search", spent, nodes)

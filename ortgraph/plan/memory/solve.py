@@ -1,12 +1,14 @@
 """The any-time solver: greedy first, then exact searches for ever smaller arenas.
 
-What is hard about a real training graph is its *core*: the buffers live at or near the peak. The search places the core within the target,
-the others are placed greedily around it; those that then stick out join the core. On small problems the core is everything.
+What is hard about a real training graph is its *core*: the buffers live at or near the peak. The search places the core
+within the target, the others are placed greedily around it; those that then stick out join the core. On small problems
+the core is everything.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 
 import numpy as np
@@ -17,7 +19,8 @@ from ortgraph.plan.memory.problem import MemoryProblem
 from ortgraph.plan.memory.solution import MemorySolution
 
 _WHOLE = 600  # up to here, everything is the core from the start
-_LARGEST_CORE = 4000  # a search node costs time in proportion to the core
+_LARGEST_CORE = 3000  # a search node costs time in proportion to the core
+_FIRST_CORE = 2000  # the largest buffers of a larger core, which leaves room for repairs
 _SHARES = (0.97, 0.9, 1.0, 0.8, 0.0)  # of the peak: buffers that see such a load are the core
 _REPAIRS = 8
 _FIRST_NODES = 500
@@ -38,12 +41,13 @@ def solve(
 
     Without a compiler the result is that of ``solve_best_fit``.
     """
+    exact = compiled() is not None  # the first call on a machine compiles, which is not the search's time
     start = time.perf_counter()
     arrays = Arrays.of(problem)
-    total, units, name = best_fit(arrays)
+    total, units, name = best_fit(arrays, start + seconds, both=len(arrays) <= _WHOLE)
     state = _State(arrays, start + seconds, total, units, f"best-fit by {name}", arrays.bound)
     state.enough = arrays.bound if capacity is None else max(arrays.bound, capacity // arrays.unit)
-    if compiled() is not None:
+    if exact:
         state.improve(max_rounds)
     unit = arrays.unit
     return MemorySolution(
@@ -96,7 +100,7 @@ class _State:
         """Try to place everything within the target. Returns whether the best now is."""
         tried: set[int] = set()
         for share in (0.0,) if len(self.arrays) <= _WHOLE else _SHARES:
-            core = np.flatnonzero(peaks >= share * self.arrays.bound)
+            core = self._largest(np.flatnonzero(peaks >= share * self.arrays.bound))
             for _ in range(_REPAIRS):
                 if len(core) in tried or len(core) > _LARGEST_CORE or self.done():
                     break
@@ -112,6 +116,11 @@ class _State:
                 core = np.union1d(core, np.flatnonzero(units + self.arrays.size > target))
         return False
 
+    def _largest(self, core: np.ndarray) -> np.ndarray:
+        if len(core) <= _FIRST_CORE:
+            return core
+        return np.sort(core[np.argsort(-self.arrays.size[core], kind="stable")[:_FIRST_CORE]])
+
     def _attempt(
         self, core: np.ndarray, target: int, first: int, runs: int, nodes: int
     ) -> tuple[Outcome, np.ndarray | None]:
@@ -125,20 +134,20 @@ class _State:
         if outcome is not Outcome.FOUND:
             return outcome, None
         prefix = core[np.argsort(units, kind="stable")]
-        others = np.setdiff1d(np.arange(len(self.arrays)), core)
+        rest = np.ones(len(self.arrays), dtype=bool)
+        rest[core] = False
         best: tuple[int, np.ndarray] | None = None
-        for _, key in KEYS:
+        for tightest, (_, key) in itertools.product((False, True), KEYS):
             ranks = np.lexsort(key(self.arrays))
-            order = np.concatenate([prefix, ranks[np.isin(ranks, others)]])
-            for tightest in (False, True):
-                total, units = place_in_order(self.arrays, order, tightest and len(others) > 0)
-                if best is None or total < best[0]:
-                    best = (total, units)
-                if total < self.total:
-                    self.total, self.units, self.solver = total, units, "exact core, greedy rest"
-                    if not len(others):
-                        self.solver = "canonical search"
-                if self.total <= target or not len(others) or self.done():
-                    return outcome, best[1]
-        assert best is not None
-        return outcome, best[1]
+            order = np.concatenate([prefix, ranks[rest[ranks]]])
+            placed = place_in_order(self.arrays, order, tightest, self.end - time.perf_counter())
+            if placed is None:
+                break
+            if best is None or placed[0] < best[0]:
+                best = placed
+            if placed[0] < self.total:
+                self.total, self.units = placed
+                self.solver = "exact core, greedy rest" if rest.any() else "canonical search"
+            if self.total <= target or not rest.any():
+                break
+        return outcome, best[1] if best is not None else None

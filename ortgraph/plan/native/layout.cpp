@@ -50,12 +50,14 @@ EXPORT int layout_search(int n, const int64_t* lower, const int64_t* upper, cons
                : search<int64_t>(problem, capacity, first, runs, max_nodes, seconds, offsets, nodes));
 }
 
-// Places in the given order, each buffer in the lowest or the tightest gap. Returns the arena.
+// Places in the given order, each buffer in the lowest or the tightest gap. Returns the arena,
+// -1 if the deadline came first.
 EXPORT int64_t layout_greedy(int n, const int64_t* lower, const int64_t* upper, const int64_t* size, const int32_t* order,
-                             int tightest, int64_t* offsets) {
+                             int tightest, double seconds, int64_t* offsets) {
     const layout::Problem problem(n, lower, upper, size);
+    const layout::Deadline deadline(seconds);
     layout::Packer packer(problem);
-    const int64_t total = packer.place(std::vector<int>(order, order + n), tightest != 0);
-    std::copy(packer.offsets().begin(), packer.offsets().end(), offsets);
+    const int64_t total = packer.place(std::vector<int>(order, order + n), tightest != 0, deadline);
+    if (total >= 0) std::copy(packer.offsets().begin(), packer.offsets().end(), offsets);
     return total;
 }

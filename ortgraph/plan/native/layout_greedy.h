@@ -14,20 +14,22 @@ class Spans {
     void clear() { spans_.clear(); }
     const std::vector<Span>& all() const { return spans_; }
 
-    void add(int64_t low, int64_t high) {
-        // Most additions are near the top, most lists are short.
-        auto first = std::lower_bound(spans_.begin(), spans_.end(), low, [](const Span& s, int64_t v) { return s.high < v; });
+    // Gaps below `least`, which nothing that follows can use, are closed.
+    void add(int64_t low, int64_t high, int64_t least) {
+        const int64_t reach = std::max<int64_t>(least - 1, 0);
+        auto first = std::lower_bound(spans_.begin(), spans_.end(), low - reach,
+                                      [](const Span& s, int64_t v) { return s.high < v; });
         if (first == spans_.end()) {
             spans_.push_back({low, high});
             return;
         }
-        if (first->low > high) {
+        if (first->low > high + reach) {
             spans_.insert(first, {low, high});
             return;
         }
         auto last = first;
         low = std::min(low, first->low);
-        while (last != spans_.end() && last->low <= high) high = std::max(high, (last++)->high);
+        while (last != spans_.end() && last->low <= high + reach) high = std::max(high, (last++)->high);
         *first = {low, high};
         spans_.erase(first + 1, last);
     }
@@ -47,12 +49,18 @@ class Packer {
         touched_.resize(2 * leaves_);
     }
 
-    // Places all buffers in this order, each in the lowest (or tightest) gap. Returns the arena.
-    int64_t place(const std::vector<int>& order, bool tightest) {
+    // Places all buffers in this order, each in the lowest (or tightest) gap. Returns the arena, -1 past the deadline.
+    int64_t place(const std::vector<int>& order, bool tightest, const Deadline& deadline) {
         for (auto& s : covered_) s.clear();
         for (auto& s : touched_) s.clear();
+        std::vector<int64_t> least(order.size() + 1, std::numeric_limits<int64_t>::max() / 4);
+        for (size_t k = order.size(); k-- > 0;)
+            least[k] = p_.size[order[k]] > 0 ? std::min(least[k + 1], p_.size[order[k]]) : least[k + 1];
         int64_t total = 0;
-        for (int i : order) {
+        for (size_t k = 0; k < order.size(); ++k) {
+            const int i = order[k];
+            if (k % 256 == 255 && deadline.passed()) return -1;
+            least_ = least[k + 1];
             if (p_.size[i] == 0) {
                 offset_[i] = 0;
                 continue;
@@ -139,19 +147,20 @@ class Packer {
         // Every parent of a covered node is a parent of the first or of the last section.
         int a = l >> 1, b = (r - 1) >> 1;
         for (; a != b; a >>= 1, b >>= 1) {
-            touched_[a].add(low, high);
-            touched_[b].add(low, high);
+            touched_[a].add(low, high, least_);
+            touched_[b].add(low, high, least_);
         }
-        for (; a >= 1; a >>= 1) touched_[a].add(low, high);
+        for (; a >= 1; a >>= 1) touched_[a].add(low, high, least_);
     }
 
     void cover(int node, int64_t low, int64_t high) {
-        covered_[node].add(low, high);
-        touched_[node].add(low, high);
+        covered_[node].add(low, high, least_);
+        touched_[node].add(low, high, least_);
     }
 
     const Problem& p_;
     int leaves_;
+    int64_t least_ = 0;  // smallest size still to place
     std::vector<int64_t> offset_;
     std::vector<Spans> covered_, touched_;
     std::vector<Cursor> lists_;
