@@ -69,8 +69,9 @@ AFTER_LOWERING = ",".join(
         "fuse-masked-softmax",
         "zero-empty-rows",  # why here: it knows the softmax kernels only
         "use-transpose-kernel",  # why last: the passes above know the standard operator only
+        "redraw-dropout",
         "eliminate-identity",
-        "eliminate-dead-code",
+        "eliminate-dead-code",  # why last: outputs that nobody reads any more, masks among them, are not written
     )
 )
 

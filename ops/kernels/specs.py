@@ -102,6 +102,7 @@ def _spec(entry: KernelEntry) -> OpSpec:
         DOMAIN, entry.name, elementwise=entry.name in _ELEMENTWISE, recompute=entry.name not in _OPTIMIZERS,
         inplace=entry.inplace, infer=_INFER.get(entry.name) or _as_composite(entry.name),
         flops=elements_flops(8), doc=entry.doc,
+        optional_outputs=tuple(i for i, name in enumerate(entry.outputs) if name.endswith("?")),
     )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ TABLE: dict[str, str] = {
     "fuse-embedding-update": "ortgraph.passes.lowering.fuse_embedding_update:FuseEmbeddingUpdate",
     "select-recompute": "ortgraph.passes.memory.select_recompute:SelectRecompute",
     "chunk-loss": "ortgraph.passes.memory.chunk_loss:ChunkLoss",
+    "redraw-dropout": "ortgraph.passes.memory.redraw_dropout:RedrawDropout",
     "plan-memory": "ortgraph.passes.memory.plan_memory:PlanMemory",
     "eliminate-dead-code": "ortgraph.passes.canonical.eliminate_dead_code:EliminateDeadCode",
     "eliminate-identity": "ortgraph.passes.canonical.eliminate_identity:EliminateIdentity",
