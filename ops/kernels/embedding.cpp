@@ -76,6 +76,40 @@ class EmbeddingGrad final : public Kernel {
   std::int64_t rows_, padding_;
 };
 
+// (dY [..., D], Indices, Addend [rows, D]) -> Sum = Addend + EmbeddingGrad(dY, Indices), without the gradient's table.
+class EmbeddingGradAdd final : public Kernel {
+ public:
+  explicit EmbeddingGradAdd(const Attributes& a) : padding_(a.integer("padding_idx", -1)) {}
+
+  void compute(const Context& context) const override {
+    const Lookup lookup(context.input(0), context.input(1));
+    const Tensor addend = context.input(2);
+    const std::int64_t width = lookup.width;
+    expect(addend.shape.rank == 2 && addend.shape.dim[1] == width, "Addend must be [rows, D]");
+    const std::int64_t rows = addend.shape.dim[0];
+    const Positions positions(lookup.indices, rows, padding_);
+    float* sum = context.floats(0, addend.shape);
+    const Scratch<float> gradients(static_cast<std::size_t>(Context::row_parts(rows, width) * width));
+    context.rows(rows, width, [&](std::int64_t begin, std::int64_t end) {
+      float* gradient = gradients.data() + begin / Context::row_piece(rows, width) * width;
+      for (std::int64_t r = begin; r < end; ++r) {
+        const float* from = addend.floats() + r * width;
+        float* out = sum + r * width;
+        const std::int32_t first = positions.first(r);
+        if (first < 0) {
+          if (out != from) std::copy(from, from + width, out);
+          continue;
+        }
+        lookup.row(positions, first, gradient);
+        vectors(width, [&](std::int64_t i, auto span) { store(out + i, load(from + i, span) + load(gradient + i, span), span); });
+      }
+    });
+  }
+
+ private:
+  std::int64_t padding_;
+};
+
 // (LearningRate, Step, W [rows, D], dY [..., D], Indices, M, V, GradScale?) -> (W', M', V').
 // Equal to AdamW on EmbeddingGrad's result, which is never stored: rows that were not looked up have gradient zero.
 class EmbeddingAdamW final : public Kernel {
@@ -128,7 +162,8 @@ class EmbeddingAdamW final : public Kernel {
 void add_embedding(Definitions& to) {
   static Definition grad("EmbeddingGrad", {kF, kI}, {kF}, make<EmbeddingGrad>);
   static Definition adamw("EmbeddingAdamW", {kF, kI, kF, kF, kI, kF, kF, kF_}, {kF, kF, kF}, make<EmbeddingAdamW>);
-  to.insert(to.end(), {&grad, &adamw});
+  static Definition add("EmbeddingGradAdd", {kF, kI, kF}, {kF}, make<EmbeddingGradAdd>);
+  to.insert(to.end(), {&grad, &adamw, &add});
 }
 
 }  // namespace ortgraph

@@ -78,6 +78,7 @@ def _transpose(node: ir.Node) -> Types:
 _INFER: dict[str, InferRule] = {
     "MultiAdamW": _multi_adamw,
     "EmbeddingAdamW": like(2, 5, 6),
+    "EmbeddingGradAdd": like(2),
     "BiasGelu": like(0),
     "BiasGeluGrad": _bias_gelu_grad,
     "LayerNorm": _layer_norm,

@@ -90,6 +90,11 @@ def _table_lookups(node: ir.Node) -> int:
     return 4 * (rows + math.prod(_size(node, 4)) + width * row_parts(rows, width))
 
 
+def _sum_lookups(node: ir.Node) -> int:
+    rows, width = _size(node, 2) or (0, 0)
+    return 4 * (rows + math.prod(_size(node, 1)) + width * row_parts(rows, width))
+
+
 def _per_row(index: int) -> Scratch:
     return lambda node: 4 * (_size(node, index) or (0,))[0]
 
@@ -133,6 +138,10 @@ _ENTRIES = (
     _composite(
         "EmbeddingGrad", ("dY", "Indices"), ("dTable",), ("rows", "padding_idx"), integers=frozenset({"Indices"}),
         scratch=_lookups, doc="dTable[r] = sum of dY[i] where Indices[i] = r, in order of i",
+    ),
+    KernelEntry(
+        "EmbeddingGradAdd", ("dY", "Indices", "Addend"), ("Sum",), ("padding_idx",), ((2, 0),),
+        integers=frozenset({"Indices"}), scratch=_sum_lookups, doc="Sum = Addend + EmbeddingGrad(dY, Indices)",
     ),
     _composite("Gelu", ("X",), ("Y",), ("approximate",), ((0, 0),), doc="Y = X Phi(X)"),
     _composite("GeluGrad", ("dY", "X"), ("dX",), ("approximate",), _BOTH, doc="dX = dY (Phi(X) + X phi(X))"),

@@ -30,6 +30,7 @@ TABLE: dict[str, str] = {
     "fuse-embedding-update": "ortgraph.passes.lowering.fuse_embedding_update:FuseEmbeddingUpdate",
     "select-recompute": "ortgraph.passes.memory.select_recompute:SelectRecompute",
     "chunk-loss": "ortgraph.passes.memory.chunk_loss:ChunkLoss",
+    "add-embedding-gradient": "ortgraph.passes.memory.add_embedding_gradient:AddEmbeddingGradient",
     "redraw-dropout": "ortgraph.passes.memory.redraw_dropout:RedrawDropout",
     "plan-memory": "ortgraph.passes.memory.plan_memory:PlanMemory",
     "eliminate-dead-code": "ortgraph.passes.canonical.eliminate_dead_code:EliminateDeadCode",

@@ -65,6 +65,7 @@ CASES = {
         {"padding_idx": 4},
     ),
     "EmbeddingGrad": ([_f(_ROWS, _WIDTH), _indices(50, _ROWS)], 1, {"rows": _TABLE}),
+    "EmbeddingGradAdd": ([_f(_ROWS, _WIDTH), _indices(50, _ROWS), _f(_TABLE, _WIDTH)], 1, {"padding_idx": 4}),
     "BiasGelu": ([_f(_ROWS, _WIDTH), _f(_WIDTH)], 1, {}),
     "BiasGeluGrad": ([*_PAIR, _f(_WIDTH)], 2, {}),
     "Gelu": (_PAIR[:1], 1, {"approximate": "tanh"}),
