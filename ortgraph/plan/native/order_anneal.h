@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cmath>
+#include <memory>
 
 #include "order_graph.h"
 
@@ -26,8 +27,9 @@ class Annealer {
     const std::vector<int>& best() const { return best_; }
     int64_t best_peak() const { return best_peak_; }
 
-    // From the best order, cooling over so many tries. False when the deadline came first.
+    // From the best order, cooling over so many tries. False when the deadline or the bound came first.
     bool round(int64_t tries, double hot, double cold, double below, int64_t bound, const Clock& clock) {
+        if (best_peak_ <= bound) return false;
         order_ = best_;
         reset();
         below_ = below;
@@ -41,7 +43,7 @@ class Annealer {
             if (attempt() && excess_ == 0) {
                 best_ = order_;
                 best_peak_ = peak();
-                if (best_peak_ <= bound) return true;
+                if (best_peak_ <= bound) return false;
                 aim(bound);
             }
         }
@@ -49,6 +51,8 @@ class Annealer {
     }
 
    private:
+    static constexpr int kNear = 20;  // Steps on either side of a hot one.
+
     // Bytes over the target of a step.
     int64_t over(int64_t bytes) const { return std::max<int64_t>(bytes - target_, 0); }
     int64_t peak() const { return *std::max_element(step_.begin(), step_.end()); }
@@ -85,9 +89,9 @@ class Annealer {
         const int n = g.operations;
         int x;
         const int kind = random_.below(100);
-        if (kind < focus_near && hot_step_ >= 0)
-            x = order_[std::min(std::max(hot_step_ + random_.below(2 * near + 1) - near, 0), n - 1)];
-        else if (kind < focus_near + focus_live && !candidates_.empty())
+        if (kind < 40 && hot_step_ >= 0)
+            x = order_[std::min(std::max(hot_step_ + random_.below(2 * kNear + 1) - kNear, 0), n - 1)];
+        else if (kind < 60 && !candidates_.empty())
             x = candidates_[random_.below(static_cast<int>(candidates_.size()))];
         else
             x = random_.below(n);
@@ -292,24 +296,41 @@ class Annealer {
     Random random_;
     std::vector<int> candidates_;
     int hot_step_ = -1;
-   public:
-    int focus_near = 0, focus_live = 0, near = 32;
-   private:
     int64_t target_ = 0, excess_ = 0, best_peak_ = 0;
     double temperature_ = 1.0, below_ = 0.0;
 };
 
-inline int64_t anneal(const Graph& g, int* sequence, const Clock& clock, int64_t bound, int rounds, uint64_t seed) {
-    Annealer search(g, sequence, seed);
+// Several starts, halved after every two rounds by what they reached; the last one goes on until it has not improved for
+// `patience` rounds. The best order replaces the first; returns its peak.
+inline int64_t anneal(
+    const Graph& g, int* sequences, int count, const Clock& clock, int64_t bound, int patience, uint64_t seed) {
+    struct Setting {
+        double hot, below;  // Temperature as a share of the mean size; target below the best peak.
+    };
+    static constexpr Setting kSettings[] = {{3, 0.01}, {0.3, 0.003}, {1, 0.003}, {3, 0.003}, {1, 0.01}, {0.3, 0.01}};
     double mean = 1.0;
     for (int v = 0; v < g.values; ++v) mean += static_cast<double>(g.size[v]) / g.values;
-    const double heat[] = {0.3, 1.0, 0.1, 0.5}, below[] = {0.01, 0.003, 0.03};
-    for (int k = 0; k < rounds && search.best_peak() > bound; ++k) {
-        const double hot = heat[k % 4] * mean;
-        if (!search.round(1000000, hot, 0.02 * mean, below[k % 3], bound, clock)) break;
+    const int64_t tries = std::min<int64_t>(1000000, 1000000000 / (g.operations + 1));
+    using Start = std::unique_ptr<Annealer>;
+    std::vector<Start> pool;
+    for (int k = 0; k < count; ++k)
+        pool.push_back(std::make_unique<Annealer>(g, sequences + static_cast<size_t>(k) * g.operations, seed + k));
+    const auto better = [](const Start& a, const Start& b) { return a->best_peak() < b->best_peak(); };
+    for (int k = 0, idle = 0; idle < patience; ++k) {
+        const Setting& s = kSettings[k % 6];
+        const int64_t before = pool[0]->best_peak();
+        bool more = true;
+        for (Start& a : pool) more = more && a->round(tries, s.hot * mean, 0.03 * mean, s.below, bound, clock);
+        if (k % 2 == 1) {
+            std::stable_sort(pool.begin(), pool.end(), better);
+            pool.erase(pool.begin() + (pool.size() + 1) / 2, pool.end());
+        }
+        idle = pool.size() == 1 && pool[0]->best_peak() == before ? idle + 1 : 0;
+        if (!more) break;
     }
-    std::copy(search.best().begin(), search.best().end(), sequence);
-    return search.best_peak();
+    const Annealer& best = **std::min_element(pool.begin(), pool.end(), better);
+    std::copy(best.best().begin(), best.best().end(), sequences);
+    return best.best_peak();
 }
 
 }  // namespace order

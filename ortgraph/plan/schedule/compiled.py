@@ -71,15 +71,39 @@ class CompiledOrder:
         return found, bool(complete.value)
 
     def anneal(
-        self, order: Sequence[int], seconds: float | None, bound: int, rounds: int, seed: int
+        self, orders: Sequence[Sequence[int]], seconds: float | None, bound: int, patience: int, seed: int
     ) -> tuple[list[int], int]:
-        """The best order met from ``order`` on, and its peak; stops at ``bound``."""
-        sequence = np.array(order, dtype=np.int32)
+        """The best order met from ``orders`` on, and its peak; ends at ``bound`` or after so many idle rounds."""
+        sequences = np.array([list(o) for o in orders], dtype=np.int32)
         peak = self._call(
-            "order_anneal", sequence, ctypes.c_double(_limit(seconds)), ctypes.c_int64(bound), ctypes.c_int(rounds),
-            ctypes.c_uint64(seed),
+            "order_anneal", sequences, ctypes.c_int(len(sequences)), ctypes.c_double(_limit(seconds)), ctypes.c_int64(bound),
+            ctypes.c_int(patience), ctypes.c_uint64(seed),
         )  # fmt: skip
-        return sequence.tolist(), peak
+        return sequences[0].tolist(), peak
+
+    def sets(
+        self, seconds: float | None, width: int, level: int, above: int, memory: int
+    ) -> tuple[list[int] | None, int]:
+        """Search over sets of executed operations (see ``native/order_sets.h``).
+
+        Args:
+            seconds: Wall-clock limit.
+            width: Sets kept per number of executed operations; 0 keeps all.
+            level: Steps of at most so many bytes are not told apart.
+            above: Only orders with a smaller peak are of use.
+            memory: Bytes that the search may take.
+
+        Returns:
+            An order with a peak below ``above`` and 0; or None and what is then proved: a bound on every order, 0 when
+            the search was cut.
+        """
+        sequence = np.zeros(max(self._count, 1), dtype=np.int32)
+        proved = ctypes.c_int64(0)
+        peak = self._call(
+            "order_sets", sequence, ctypes.c_double(_limit(seconds)), ctypes.c_int(width), ctypes.c_int64(level),
+            ctypes.c_int64(above), ctypes.c_int64(memory), ctypes.byref(proved),
+        )  # fmt: skip
+        return (None, proved.value) if peak < 0 else (sequence.tolist(), 0)
 
     def _call(self, name: str, sequences: np.ndarray, *arguments: object) -> int:
         function = getattr(self._library, name)

@@ -1,55 +1,115 @@
-"""The order that users get: constructors, bound, search."""
+"""The order that users get: constructors, bound, searches."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from ortgraph.plan.operations import OperationGraph
 from ortgraph.plan.schedule.bounds import floor_bound
-from ortgraph.plan.schedule.compiled import compiled
+from ortgraph.plan.schedule.compiled import CompiledOrder, compiled
 from ortgraph.plan.schedule.constructors import depth_first_order, given_order, least_peak_order, list_order
 from ortgraph.plan.schedule.solution import OrderSolution
 from ortgraph.plan.simulate import simulate
 
 _CONSTRUCTORS = (("depth-first", depth_first_order), ("list", list_order), ("least-peak", least_peak_order))
+_WIDTH = 20  # Of the beam: wider is slower and, as a start, no better.
+_LOOSE = 1.05  # Of two beams one does not tell peaks apart up to so much over the bound.
+_PATIENCE = 30  # Rounds of a million moves without a better order.
+_MEMORY = 200 << 20  # Bytes of sets in the attempts at a proof.
+_PROBES = 12  # Such attempts.
 
 
-def solve_order(graph: OperationGraph, seconds: float = 10.0) -> OrderSolution:
-    """A small peak within a time: the given order, constructors, then search, until the peak meets the bound.
+def solve_order(graph: OperationGraph, seconds: float = 10.0, tolerance: float = 0.0) -> OrderSolution:
+    """A small peak within a time, with a bound that says how small it is.
+
+    In turn: the given order, the min-cut bound, constructors, two beams, attempts to prove that nothing is better (which
+    raise the bound), annealing from several starts. Ends as soon as the peak meets the bound.
 
     Args:
         graph: Operations and values.
         seconds: Wall-clock limit.
+        tolerance: Ends when the peak exceeds the bound by this share at most.
 
     Returns:
-        The best order found, with the min-cut bound; the given order where nothing beats it.
+        The best order found, the given one where nothing beats it. The same each time, unless the limit cut it short.
     """
-    start = time.monotonic()
+    return _Portfolio(graph, seconds, tolerance).solve()
 
-    def left() -> float:
-        return seconds - (time.monotonic() - start)
 
-    def solution() -> OrderSolution:
-        return OrderSolution(tuple(order), peak, min(bound, peak), solver, time.monotonic() - start)
+class _Portfolio:
+    def __init__(self, graph: OperationGraph, seconds: float, tolerance: float) -> None:
+        self.graph = graph
+        self.start = time.monotonic()
+        self.seconds = seconds
+        self.tolerance = tolerance
+        self.order: Sequence[int] = given_order(graph)
+        self.peak = simulate(graph, self.order).peak
+        self.solver = "given"
+        self.orders = [self.order]
+        self.bound = floor_bound(graph)
 
-    order, solver = given_order(graph), "given"
-    peak = simulate(graph, order).peak
-    bound = floor_bound(graph)
-    search = compiled(graph) if peak > bound else None
-    orders = [order]
-    if search is not None:
-        bound = max(bound, search.bound(orders, 0.1 * left())[0])
-    for name, construct in _CONSTRUCTORS:
-        if peak <= bound or left() <= 0:
-            return solution()
-        candidate = construct(graph)
-        orders.append(candidate)
-        reached = simulate(graph, candidate).peak
-        if reached < peak:
-            order, peak, solver = candidate, reached, name
-    if search is None or peak <= bound:
-        return solution()
-    found, reached = search.anneal(order, left(), bound, rounds=1000, seed=1)
-    if reached < peak:
-        order, peak, solver = found, reached, "anneal"
-    return solution()
+    def left(self) -> float:
+        return self.seconds - (time.monotonic() - self.start)
+
+    def done(self) -> bool:
+        return self.peak <= self.bound * (1 + self.tolerance) or self.left() <= 0
+
+    def solution(self) -> OrderSolution:
+        bound, seconds = min(self.bound, self.peak), time.monotonic() - self.start
+        return OrderSolution(tuple(self.order), self.peak, bound, self.solver, seconds)
+
+    def offer(self, order: Sequence[int] | None, solver: str) -> None:
+        """Take an order as a start of the search, and as the answer when it is the best one."""
+        if order is None:
+            return
+        self.orders.append(order)
+        peak = simulate(self.graph, order).peak
+        if peak < self.peak:
+            self.order, self.peak, self.solver = order, peak, solver
+
+    def solve(self) -> OrderSolution:
+        if self.done():
+            return self.solution()
+        search = self._compiled()
+        if search is not None:
+            self.bound = max(self.bound, search.bound(self.orders, 0.1 * self.left())[0])
+        for name, construct in _CONSTRUCTORS:
+            if self.done():
+                return self.solution()
+            self.offer(construct(self.graph), name)
+        if search is None:
+            return self.solution()
+        for level in (self.bound, int(_LOOSE * self.bound)):
+            if not self.done():
+                self.offer(search.sets(0.1 * self.left(), _WIDTH, level, 1 << 62, _MEMORY)[0], "beam")
+        self._prove(search)
+        if not self.done():
+            found, _ = search.anneal(self.orders, self.left(), self.bound, _PATIENCE, seed=1)
+            self.offer(found, "anneal")
+        return self.solution()
+
+    def _compiled(self) -> CompiledOrder | None:
+        begin = time.monotonic()
+        search = compiled(self.graph)
+        self.start += time.monotonic() - begin  # The compiler runs once on a machine; that is no time of the search.
+        return search
+
+    def _prove(self, search: CompiledOrder) -> None:
+        """Raise the bound by bisection: with all steps below a level either an order exists or the level is a bound."""
+        limit = self.peak  # A level at which the sets were too many.
+        budget = 0.1 * self.left()
+        end = time.monotonic() + budget
+        for _ in range(_PROBES):
+            if self.done() or self.bound >= limit or time.monotonic() >= end:
+                return
+            above = max(self.bound + 1, (self.bound + limit + 1) // 2) if limit < self.peak else self.peak
+            share = min(0.3 * budget, end - time.monotonic())
+            found, proved = search.sets(share, 0, above - 1, above, _MEMORY)
+            self.offer(found, "sets")
+            if found is not None:
+                limit = min(limit, self.peak)
+            elif proved:
+                self.bound = max(self.bound, min(proved, self.peak))
+            else:
+                limit = above - 1
