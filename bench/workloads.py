@@ -84,15 +84,6 @@ def vit(
     }
 
 
-WORKLOADS: dict[str, Callable[..., dict[str, Any]]] = {
-    "bert-256x4": lambda **k: bert(256, 4, 8, 128, **k),
-    "bert-768x4": lambda **k: bert(768, 4, 4, 128, **k),
-    "bert-base": lambda **k: bert(768, 12, 2, 64, **k),
-    "gpt2-256x4": lambda **k: gpt2(256, 4, 8, 128, **k),
-    "vit-192x6": lambda **k: vit(192, 6, 8, 96, **k),
-}
-
-
 def gpt_blocks(
     width: int = 128, layers: int = 4, batch: int = 8, sequence: int = 128, heads: int = 4
 ) -> dict[str, Any]:
@@ -106,3 +97,31 @@ def gpt_blocks(
         "module": GptClassifier(width, layers, heads, classes=10).train(),
         "batch": {"x": torch.randn(batch, sequence, width), "labels": torch.randint(0, 10, (batch,))},
     }
+
+
+def resnet(batch: int = 16, pixels: int = 96) -> dict[str, Any]:
+    """ResNet-18 image classification with batch statistics, 10 classes."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.ResNetConfig(
+        embedding_size=64, hidden_sizes=[64, 128, 256, 512], depths=[2, 2, 2, 2], layer_type="basic", num_labels=10
+    )
+    module = transformers.ResNetForImageClassification(config).train()
+    return {
+        "module": module,
+        "batch": {"pixel_values": torch.randn(batch, 3, pixels, pixels), "labels": torch.randint(0, 10, (batch,))},
+    }
+
+
+WORKLOADS: dict[str, Callable[..., dict[str, Any]]] = {
+    "bert-256x4": lambda **k: bert(256, 4, 8, 128, **k),
+    "bert-768x4": lambda **k: bert(768, 4, 4, 128, **k),
+    "bert-base": lambda **k: bert(768, 12, 2, 64, **k),
+    "gpt2-256x4": lambda **k: gpt2(256, 4, 8, 128, **k),
+    "vit-192x6": lambda **k: vit(192, 6, 8, 96, **k),
+    "gpt-128x4": lambda **k: gpt_blocks(128, 4, 8, 128),
+    "bert-base-8x128": lambda **k: bert(768, 12, 8, 128, **k),
+    "resnet-18": lambda **k: resnet(16, 96),
+}
