@@ -27,6 +27,7 @@ _MAX = typer.Option("--max-batch", help="Find the largest batch that fits into -
 _MEMORY = typer.Option("--memory", metavar="BYTES", help="Memory of a whole step, for --max-batch: 4GB.")
 _DIM = typer.Option("--dim", metavar="NAME", help="Dimension that --max-batch grows; batch if absent.")
 _OVERHEAD = typer.Option("--overhead", metavar="SHARE", help="Largest predicted overhead for --max-batch: 10%.")
+_MEASURE = typer.Option("--measure", help="Run the step in fresh processes and measure its memory and time.")
 _REPORT = typer.Option("--report", metavar="FILE", help="Write an HTML report with pictures.")
 
 
@@ -49,6 +50,8 @@ def run(
     memory: Annotated[str | None, _MEMORY] = None,
     dim: Annotated[str | None, _DIM] = None,
     overhead: Annotated[str | None, _OVERHEAD] = None,
+    measure: Annotated[bool, _MEASURE] = False,
+    threads: Annotated[int | None, options.THREADS] = None,
     report: Annotated[pathlib.Path | None, _REPORT] = None,
     force: bool = options.FORCE,
     as_json: bool = options.JSON,
@@ -58,7 +61,7 @@ def run(
     request = make_request(
         budget=memory_budget, level=level, optimizer=optimizer, target=target, shapes=shapes, program=program, seconds=seconds,
         reorder=not keep_order, bound=bound, sweep=sweep, points=points, max_batch=max_batch, memory=memory, dim=dim,
-        overhead=overhead,
+        overhead=overhead, measure=measure, threads=threads,
     )  # fmt: skip
     inputs = [path, path.with_suffix(".safetensors")]
     if output is not None:
@@ -71,12 +74,11 @@ def run(
     views = make_views(out, graph, request)
     show(out, path, views)
     data = result_of(path, views)
-    text = page(path, views) if report is not None else ""  # before the graph is rewritten
     if output is not None:
         stage = write_planned(out, views, output)
         data |= {"output": str(output), "stage": stage}
         out.say(f"wrote {output}, stage {stage}")
     if report is not None:
-        options.write_text(report, text)
+        options.write_text(report, page(path, views))
         out.say(f"wrote {report}")
     out.result(data)

@@ -33,13 +33,15 @@ class Request:
     memory: int | None
     dim: str
     overhead: float | None
+    measure: bool
+    threads: int | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Views:
     """All that is shown: the graph that was planned, its facts, and what else was asked for."""
 
-    graph: TrainingGraph
+    graph: TrainingGraph  # as it was before the plan
     facts: Any
     swept: Any
     largest: Any
@@ -63,6 +65,8 @@ def make_request(
     memory: str | None,
     dim: str | None,
     overhead: str | None,
+    measure: bool,
+    threads: int | None,
 ) -> Request:
     """Parse every option.
 
@@ -85,6 +89,8 @@ def make_request(
         raise InputError("--memory, --dim and --overhead go with --max-batch", "--max-batch --memory 4GB")
     if max_batch and budget is not None:
         raise InputError("--max-batch finds the budget itself", "leave --memory-budget out")
+    if threads is not None and not measure:
+        raise InputError("--threads: goes with --measure", "--measure --threads 2")
     return Request(
         None if budget is None else check_budget(budget),
         None if level is None else options.pipeline_of(level, None),
@@ -99,6 +105,8 @@ def make_request(
         None if memory is None else memory_bytes(memory),
         dim or _DIM,
         None if overhead is None else parse_share(overhead),
+        measure,
+        threads,
     )
 
 
@@ -149,7 +157,23 @@ def make_views(out: Output, graph: TrainingGraph, request: Request) -> Views:
         with out.progress("sweeping over budgets", total=request.points) as tell:
             swept = sweep_plan(plan, request.points, request.seconds, request.reorder, lambda t: tell(t, advance=1))
     earlier = sum(RECOMPUTE_KEY in node.metadata_props for node in ready.graph)
-    return Views(ready, memory_facts(ready, plan, order_bound), swept, largest, earlier)
+    facts = memory_facts(ready, plan, order_bound)
+    if request.measure:
+        facts = dataclasses.replace(facts, measured=_measured(out, ready, facts, request.threads))
+    return Views(ready, facts, swept, largest, earlier)
+
+
+def _measured(out: Output, graph: TrainingGraph, facts: Any, threads: int | None) -> tuple[Any, Any]:
+    """What a fresh process measures for the given order and for the plan."""
+    from ortgraph.manager.example_batch import example_batch
+    from ortgraph.runtime.measure_memory import measure_step
+
+    batch, program = example_batch(graph), facts.plan.program
+    with out.progress("measuring"):
+        given = measure_step(graph, batch, program, threads)
+        if not facts.changed:
+            return given, given
+        return given, measure_step(planned_graph(graph, facts.plan), batch, program, threads)
 
 
 def _largest(out: Output, graph: TrainingGraph, request: Request) -> Any:
@@ -226,25 +250,34 @@ def page(path: pathlib.Path, views: Views) -> str:
     return memory_page(str(path), views.facts, views.swept, views.largest, note)
 
 
-def write_planned(out: Output, views: Views, path: pathlib.Path) -> str:
-    """Rewrite the graph to the planned sequence, place it, verify it, write it; returns its stage.
+def planned_graph(graph: TrainingGraph, plan: Any) -> TrainingGraph:
+    """A copy of a graph in planned order, recomputations as copies of nodes, with a place for every value.
 
     Raises:
         InputError: The plan is of a program that a stored plan is not made for.
         VerificationError: The rewritten graph breaks an invariant.
     """
     from ortgraph.manager import PassManager, parse_pipeline
-    from ortgraph.plan.program_plan import programs_of
+    from ortgraph.plan.program_plan import program_problem, programs_of
     from ortgraph.plan.rebuild import apply_sequence
 
-    plan = views.facts.plan
-    if plan.program not in ("step", "gradients") or plan.program != programs_of(views.graph)[0]:
-        raise InputError(
-            f"a plan of program {plan.program} is not stored in a graph", f"--program {programs_of(views.graph)[0]}"
-        )
+    usual = programs_of(graph)[0]
+    if plan.program != usual:
+        raise InputError(f"a plan of program {plan.program} is not stored in a graph", f"--program {usual}")
+    copy = graph.clone()
+    _, problem = program_problem(copy)  # the same operations, of the copy's nodes
+    apply_sequence(copy.graph, problem, plan.sequence, "select-recompute")
+    PassManager(parse_pipeline("plan-memory{keep_order=true}"), "types").run(copy)
+    return copy
+
+
+def write_planned(out: Output, views: Views, path: pathlib.Path) -> str:
+    """Write the planned graph; returns its stage.
+
+    Raises:
+        InputError, VerificationError: See ``planned_graph``.
+    """
     with out.progress("writing"):
-        graph = views.graph
-        apply_sequence(graph.graph, plan.problem, plan.sequence, "select-recompute")
-        PassManager(parse_pipeline("plan-memory{keep_order=true}"), "types").run(graph)
+        graph = planned_graph(views.graph, views.facts.plan)
         options.save_graph(graph, path)
     return graph.stage

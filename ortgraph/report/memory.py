@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ortgraph.graph import TrainingGraph
 from ortgraph.plan.budget import size_text
@@ -13,6 +13,9 @@ from ortgraph.plan.largest_batch import LargestBatch
 from ortgraph.plan.program_plan import ProgramPlan
 from ortgraph.plan.sweep import Sweep
 from ortgraph.plan.timeline import Occupant, Timeline, find_roles, recomputed_operators, timeline
+
+if TYPE_CHECKING:
+    from ortgraph.runtime.measure_memory import MeasuredMemory
 
 OCCUPANT_COLUMNS = ("bytes", "value", "operator", "module", "phase", "role", "shape", "steps")
 SWEEP_COLUMNS = ("budget", "of peak", "peak", "arena", "overhead", "recomputed", "remark")
@@ -31,6 +34,7 @@ class MemoryFacts:
         planned: The planned sequence; the same object as ``given`` without a budget.
         recomputed: Evaluations beyond the first, by operator.
         order_bound: No order without recomputation has a smaller peak; None when it was not computed.
+        measured: Of the given order and of the plan, in fresh processes; None when it was not measured.
     """
 
     plan: ProgramPlan
@@ -40,6 +44,7 @@ class MemoryFacts:
     planned: Timeline
     recomputed: dict[str, int]
     order_bound: int | None = None
+    measured: tuple[MeasuredMemory, MeasuredMemory] | None = None
 
     @property
     def changed(self) -> bool:
@@ -91,9 +96,27 @@ def figure_rows(facts: MemoryFacts) -> list[tuple[str, ...]]:
     texts = [(name, size_text(a), size_text(b), note) for name, a, b, note in rows]
     overhead = f"{plan.after.overhead:+.1%} for {plan.recomputed} recomputations" if facts.changed else ""
     texts.append(("predicted time", time_text(plan.before.cost), time_text(plan.after.cost), overhead))
+    texts += _measured_rows(facts)
     if facts.changed:
         return texts
     return [(name, a, note) for name, a, _, note in texts]
+
+
+def _measured_rows(facts: MemoryFacts) -> list[tuple[str, str, str, str]]:
+    if facts.measured is None:
+        return []
+    given, planned = facts.measured
+    against = f"{planned.deviation:+.1%} against {'its ' if facts.changed else ''}arena and scratch"
+    slower = planned.milliseconds / given.milliseconds - 1 if given.milliseconds else 0.0
+    return [
+        ("measured", size_text(given.peak), size_text(planned.peak), f"rise of the resident size; {against}"),
+        (
+            "measured time",
+            time_text(1e3 * given.milliseconds),
+            time_text(1e3 * planned.milliseconds),
+            f"{slower:+.1%}" if facts.changed else "",
+        ),
+    ]
 
 
 def _outside(fixed: Footprint) -> list[tuple[str, int, str]]:
@@ -211,6 +234,9 @@ def facts_json(facts: MemoryFacts) -> dict[str, Any]:
             "given": _occupants_json(facts.given),
             "planned": _occupants_json(facts.planned),
         },
+        "measured": None
+        if facts.measured is None
+        else {name: dataclasses.asdict(m) for name, m in zip(("given", "planned"), facts.measured, strict=True)},
         "solver": plan.solver,
         "seconds": plan.seconds,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import xml.etree.ElementTree as ElementTree
 
 import numpy as np
@@ -118,6 +119,19 @@ def test_the_planned_graph_is_written_and_keeps_every_bit(cli, step_file, tmp_pa
     assert "recomputations of an earlier plan" in again.out
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="resident sizes are read from /proc")
+def test_measured_beside_planned(cli, step_file):
+    words = ("plan", step_file, "--memory-budget", "60%", "--seconds", 2, "--measure", "--threads", 1)
+    ran = cli(*words, "--json")
+    assert ran.code == 0, ran.err
+    found = ran.json
+    for name in ("given", "planned"):
+        measured = found["measured"][name]
+        assert measured["arena"] == found["arena"][name] and measured["milliseconds"] > 0
+        # A step of this size is a few pages: no figure here, only that something rose.
+        assert measured["peak"] >= 0 and measured["states"] == found["fixed"]["states"]
+
+
 def test_sweep_as_json(cli, step_file):
     found = cli("plan", step_file, "--sweep", "--points", 4, "--seconds", 1, "--json").json
     points = found["sweep"]
@@ -177,6 +191,8 @@ def test_the_page_has_its_pictures(cli, step_file, tmp_path):
         (("--dim", "rows"), 2, "go with --max-batch"),
         (("--points", 3), 2, "goes with --sweep"),
         (("--sweep", "--points", 1), 2, "at least 2"),
+        (("--threads", 2), 2, "goes with --measure"),
+        (("--measure", "--program", "evaluate"), 2, "cannot measure 'evaluate'"),
         (("--seconds", 0), 2, "no time to search in"),
         (("--seconds", "nan"), 2, "no time to search in"),
         (("--optimizer", "adamw"), 2, "an optimizer goes with a graph that is not lowered yet"),
