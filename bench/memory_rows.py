@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import pathlib
 import time
 from collections.abc import Iterable, Iterator
@@ -64,8 +65,8 @@ def row(
 
 
 def _plain(number: float | None) -> float | None:
-    """Numbers of Python's own, which JSON knows; whole ones as int."""
-    if number is None:
+    """Numbers of Python's own, which JSON knows; whole ones as int, infinite ones as None."""
+    if number is None or not math.isfinite(number):
         return None
     number = float(number)
     return int(number) if number.is_integer() else number
