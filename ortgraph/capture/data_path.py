@@ -96,6 +96,11 @@ def has_gradient(node: ir.Node) -> bool:
     return node.op_type in known
 
 
+def receives_gradient(value: ir.Value, path: Collection[ir.Node]) -> bool:
+    """Whether a node of the data path reads the value along a differentiable input."""
+    return any(use.node in path and not _stops(use.node, use.idx) for use in value.uses())
+
+
 def refuse_lost_gradients(graph: ir.Graph, loss: ir.Value, parameters: Collection[str]) -> None:
     """Refuse a graph in which a float value that depends on a weight enters an input without gradient.
 

@@ -25,6 +25,7 @@ from ortgraph.capture.legalize_control import CONTROL_FLOW, inline_constant_ifs,
 from ortgraph.capture.legalize_decompose import decompose
 from ortgraph.capture.legalize_embedding import finish_embeddings
 from ortgraph.capture.legalize_fused import expand_fused
+from ortgraph.capture.legalize_outputs import refuse_read_statistics, slice_partial_splits
 from ortgraph.capture.legalize_unary import stand_in
 from ortgraph.capture.legalize_versions import convert_opset
 from ortgraph.capture.onnx_joint import Joint
@@ -102,9 +103,12 @@ def legalize(model: ir.Model, loss: ir.Value, roles: Roles, names: Names, train_
     path = data_path(graph, loss, roles.trainable)
     refuse_control_flow(path)
     refuse_lost_gradients(graph, loss, roles.trainable)
-    decompose(path, names)
+    slice_partial_splits(path, loss, names)
+    loss = graph.outputs[position]
+    decompose([node for node in path if node.graph is graph], names)
     loss = graph.outputs[position]
     path = data_path(graph, loss, roles.trainable)
+    refuse_read_statistics(path)
     legalize_saved.complete_norms(path, names)
     legalize_saved.explicit_pads(path)
     legalize_saved.row_major_indices(path)

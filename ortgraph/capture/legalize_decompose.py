@@ -81,14 +81,14 @@ def _extreme(b: Builder, node: ir.Node) -> list[ir.Value]:
 
 
 def _clip(b: Builder, node: ir.Node) -> list[ir.Value]:
-    """Where(X < low, low, Where(X > high, high, X)): the derivative is 1 at the bounds, as in PyTorch."""
+    """The lower bound first, then the upper, which wins: the derivative is 1 at the bounds, as in PyTorch."""
     x, low, high = node.inputs[0], optional(node, 1), optional(node, 2)
     assert x is not None
     result = x
-    if high is not None:
-        result = chosen(b, b.op("Greater", x, high), high, result)
     if low is not None:
         result = chosen(b, b.op("Less", x, low), low, result)
+    if high is not None:
+        result = chosen(b, b.op("Greater", result, high), high, result)
     return [b.op("Identity", result) if result is x else result]
 
 
@@ -261,8 +261,12 @@ def _global_max_pool(b: Builder, node: ir.Node) -> list[ir.Value]:
 
 
 def _nll_loss(b: Builder, node: ir.Node) -> list[ir.Value]:
-    """-sum w[t] X[t] / sum w[t], targets equal to ignore_index left out."""
-    x, target, weight = node.inputs[0], node.inputs[1], optional(node, 2)
+    return [_negative_log_likelihood(b, node, node.inputs[0])]
+
+
+def _negative_log_likelihood(b: Builder, node: ir.Node, x: ir.Value | None) -> ir.Value:
+    """-sum w[t] X[t] / sum w[t], targets equal to ignore_index left out. ``node`` has targets, weights, attributes."""
+    target, weight = node.inputs[1], optional(node, 2)
     assert x is not None and target is not None
     reduction = node.attributes.get_string("reduction", "mean")
     ignore = node.attributes.get_int("ignore_index", None)
@@ -279,11 +283,11 @@ def _nll_loss(b: Builder, node: ir.Node) -> list[ir.Value]:
     if counted is not None:
         loss = b.op("Mul", loss, counted)
     if reduction == "none":
-        return [loss]
+        return loss
     if reduction == "mean" and counted is None:
-        return [b.op("ReduceMean", loss, keepdims=0)]
+        return b.op("ReduceMean", loss, keepdims=0)
     total = b.op("ReduceSum", loss, keepdims=0)
-    return [total if reduction == "sum" else b.op("Div", total, b.op("ReduceSum", counted, keepdims=0))]
+    return total if reduction == "sum" else b.op("Div", total, b.op("ReduceSum", counted, keepdims=0))
 
 
 def _cumulative_sum(b: Builder, node: ir.Node) -> list[ir.Value]:
@@ -316,7 +320,7 @@ def _pow(b: Builder, node: ir.Node) -> list[ir.Value] | None:
     assert x is not None and exponent is not None
     tensor = ir.convenience.get_const_tensor(exponent) or exponent.const_value
     if tensor is None or tensor.size != 1 or math.prod(tensor.shape.numpy()) != 1 or len(tensor.shape) > rank(node):
-        return None
+        return _guarded_pow(b, x, exponent, None if tensor is None else tensor.numpy())
     power = float(tensor.numpy().reshape(()))
     if power == 2.0:
         return [b.op("Mul", x, x)]
@@ -324,7 +328,39 @@ def _pow(b: Builder, node: ir.Node) -> list[ir.Value] | None:
         return [b.op("Identity", x)]
     if power == 3.0:
         return [b.op("Mul", b.op("Mul", x, x), x)]
-    return [b.op("Sqrt", x)] if power == 0.5 else None
+    return [b.op("Sqrt", x)] if power == 0.5 else _guarded_pow(b, x, exponent, tensor.numpy())
+
+
+def _guarded_pow(b: Builder, x: ir.Value, exponent: ir.Value, known: np.ndarray | None) -> list[ir.Value] | None:
+    """X^0 = 1^0, with derivative 0 and not 0 X^-1, which is NaN where X is 0. None when no exponent is 0."""
+    if known is not None and known.all():
+        return None
+    zero = b.op("Equal", exponent, b.scalar(0, exponent))
+    return [b.op("Pow", chosen(b, zero, b.scalar(1.0, x), x), exponent)]
+
+
+def _pad(b: Builder, node: ir.Node) -> list[ir.Value] | None:
+    """Axes are written out: the builder takes pads for those of all axes."""
+    axes_value = optional(node, 3)
+    if axes_value is None:
+        return None
+    axes, pads = constant_value(axes_value), constant_value(node.inputs[1])  # type: ignore[arg-type]
+    if axes is None or pads is None:
+        raise refuse(node, "pads and axes must be constants where axes are given")
+    count, given = rank(node), len(axes)
+    full = [0] * (2 * count)
+    for i, axis in enumerate(int(a) % count for a in axes):
+        full[axis], full[count + axis] = int(pads[i]), int(pads[given + i])
+    mode = node.attributes.get_string("mode", "constant")
+    return [b.op("Pad", node.inputs[0], b.ints(full), optional(node, 2), mode=mode)]
+
+
+def _cross_entropy(b: Builder, node: ir.Node) -> list[ir.Value] | None:
+    """Log-probabilities that something reads: the builder would drop the gradient that comes from there."""
+    if len(node.outputs) < 2 or not node.outputs[1].uses():
+        return None
+    log_prob = b.op("LogSoftmax", node.inputs[0], axis=1)
+    return [_negative_log_likelihood(b, node, log_prob), log_prob]
 
 
 RULES: dict[str, Decomposition] = {
@@ -338,6 +374,7 @@ RULES: dict[str, Decomposition] = {
     "Min": _extreme,
     "NegativeLogLikelihoodLoss": _nll_loss,
     "PRelu": _prelu,
+    "Pad": _pad,
     "Pow": _pow,
     "ReduceL1": _reduce_of("abs", ""),
     "ReduceL2": _reduce_l2,
@@ -348,6 +385,7 @@ RULES: dict[str, Decomposition] = {
     "ReduceProd": _reduce_prod,
     "ReduceSumSquare": _reduce_of("square", ""),
     "Slice": _slice,
+    "SoftmaxCrossEntropyLoss": _cross_entropy,
     "Sum": _sum,
     "Where": _where,
     **LAYOUT,

@@ -194,7 +194,7 @@ def _resize(b: Builder, node: ir.Node) -> list[ir.Value]:
         raise refuse(node, "its output shape is not known, or it crops")
     value = x
     for axis, (before, after) in enumerate(zip(sizes, result, strict=True)):
-        if before == after or axis < 1:
+        if before == after or (axis == 0 and not (isinstance(before, int) and isinstance(after, int))):
             continue
         if not isinstance(before, int) or not isinstance(after, int):
             raise refuse(node, f"axis {axis} must have a known length before and after")
@@ -223,7 +223,7 @@ def _interpolation(node: ir.Node, axis: int, before: int, after: int) -> np.ndar
     if scales is not None and scales.size:
         given = scales.numpy().reshape(-1)
         axes = node.attributes.get_ints("axes", None)
-        scale = given[list(axes).index(axis)] if axes else given[axis]
+        scale = given[[a % rank(node) for a in axes].index(axis)] if axes else given[axis]
         inputs, feeds = ["x", "", "scales"], {"x": feeds["x"], "scales": np.array([1.0, scale], np.float32)}
     call = onnx.helper.make_node("Resize", inputs, ["y"], **attributes)
     (matrix,) = ReferenceEvaluator(call, opsets={"": 19}).run(None, feeds)
