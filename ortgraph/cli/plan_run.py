@@ -212,9 +212,11 @@ def show(out: Output, path: pathlib.Path, views: Views) -> None:
     out.table("Evaluated again", ("operator", "times"), memory.recomputed_rows(facts), right=(1,))
     title = "Largest values at the peak"
     name = f"{title} of the given order" if facts.changed else title
-    out.table(name, memory.OCCUPANT_COLUMNS, memory.occupant_rows(facts.given), right=(0,))
+    columns = memory.OCCUPANT_COLUMNS[:-1]  # a terminal has no room for shapes beside module paths
+    out.table(name, columns, [row[:-1] for row in memory.occupant_rows(facts.given)], right=(0,))
     if facts.changed:
-        out.table(f"{title} as planned", memory.OCCUPANT_COLUMNS, memory.occupant_rows(facts.planned), right=(0,))
+        rows = [row[:-1] for row in memory.occupant_rows(facts.planned)]
+        out.table(f"{title} as planned", columns, rows, right=(0,))
     if views.swept is not None:
         rows = memory.sweep_rows(views.swept)
         out.table("Budget against time", memory.SWEEP_COLUMNS, rows, right=(0, 1, 2, 3, 4, 5))

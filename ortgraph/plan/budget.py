@@ -1,4 +1,7 @@
-"""Memory budgets: ``60%`` of the activation peak, or bytes for the whole arena (``30MB``, ``24MiB``, a number)."""
+"""Memory budgets: ``60%`` of what the given order needs, or bytes (``30MB``, ``24MiB``, a number).
+
+A budget is for the arena (activations, gradients, temporaries) and the largest scratch of one kernel together.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ def budget_bytes(budget: str | int, peak: int) -> int:
 
     Args:
         budget: ``"60%"``, ``"30MB"``, ``"24MiB"``, or bytes.
-        peak: The activation peak of the given order, what a percentage is of.
+        peak: Activation peak and kernel scratch of the given order: what a percentage is of.
 
     Raises:
         InputError: See ``check_budget``.
@@ -42,8 +45,12 @@ def budget_bytes(budget: str | int, peak: int) -> int:
 
 
 def size_text(size: float) -> str:
-    """``62.7 MB``: decimal units, as budgets are given."""
-    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if abs(size) >= scale:
-            return f"{size / scale:.2f} {unit}"
-    return f"{size:.0f} B"
+    """``62.70 MB``: decimal units, as budgets are given."""
+    unit, scale = size_unit(size)
+    return f"{size / scale:.2f} {unit}" if scale > 1 else f"{size:.0f} B"
+
+
+def size_unit(size: float) -> tuple[str, int]:
+    """(unit, bytes in it) to show a size in."""
+    units = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
+    return next(((unit, scale) for unit, scale in units if abs(size) >= scale), ("B", 1))

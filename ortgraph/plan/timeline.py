@@ -81,17 +81,23 @@ class Roles:
     phases: tuple[str, ...]
     gradients: frozenset[int]
 
-    def of(self, value: int, first: bool) -> str:
-        """The role of an evaluation of a value; ``first`` when nothing has evaluated it before."""
+    def of(self, life: Lifetime, first: bool, backward_step: int | None) -> str:
+        """The role of an evaluation of a value.
+
+        Args:
+            life: The evaluation.
+            first: Nothing has evaluated the value before.
+            backward_step: See Timeline.
+        """
         operations = self.problem.operations
-        made = operations.producer[value]
-        if value in self.gradients:
+        made = operations.producer[life.value]
+        if life.value in self.gradients:
             return "gradients"
-        if operations.values[value].kept:
+        if operations.values[life.value].kept:
             return "outputs"
         if not first or RECOMPUTE_KEY in self.problem.nodes[made].metadata_props:
             return "recomputed"
-        saved = self.phases[made] == FORWARD and any(self.phases[r] != FORWARD for r in operations.readers[value])
+        saved = self.phases[made] == FORWARD and backward_step is not None and life.upper > backward_step
         return "activations" if saved else "temporaries"
 
 
@@ -146,12 +152,12 @@ def timeline(roles: Roles, sequence: Sequence[int]) -> Timeline:
     profile = simulate(operations, sequence)
     peak = int(np.argmax(profile.live)) if len(sequence) else 0
     change = {role: np.zeros(len(sequence) + 1, dtype=np.int64) for role in ROLES}
-    lives = lifetimes(operations, sequence)
+    backward = next((t for t, i in enumerate(sequence) if roles.phases[i] == BACKWARD), None)
     born: dict[int, int] = {}
     dies: dict[tuple[int, int], tuple[int, str]] = {}
     labelled: list[tuple[Lifetime, str]] = []
-    for life in lives:
-        role = roles.of(life.value, born.setdefault(life.value, life.lower) == life.lower)
+    for life in lifetimes(operations, sequence):
+        role = roles.of(life, born.setdefault(life.value, life.lower) == life.lower, backward)
         labelled.append((life, role))
         size = operations.values[life.value].size
         change[role][life.lower] += size
@@ -174,7 +180,6 @@ def timeline(roles: Roles, sequence: Sequence[int]) -> Timeline:
     alive = [(life, role) for life, role in labelled if life.lower <= peak < life.upper and life.value not in gone]
     occupants = [_occupant(roles, life, role) for life, role in alive if operations.values[life.value].size]
     occupants.sort(key=lambda o: (-o.bytes, o.lower, o.name))
-    backward = next((t for t, i in enumerate(sequence) if roles.phases[i] == BACKWARD), None)
     scratch = operations.operations[sequence[peak]].scratch if len(sequence) else 0
     return Timeline(bands, peak, backward, tuple(occupants), scratch)
 

@@ -17,7 +17,7 @@ from ortgraph.plan.timeline import Occupant, Timeline, find_roles, recomputed_op
 if TYPE_CHECKING:
     from ortgraph.runtime.measure_memory import MeasuredMemory
 
-OCCUPANT_COLUMNS = ("bytes", "value", "operator", "module", "phase", "role", "shape", "steps")
+OCCUPANT_COLUMNS = ("bytes", "value", "operator", "module", "phase", "role", "steps", "shape")
 SWEEP_COLUMNS = ("budget", "of peak", "peak", "arena", "overhead", "recomputed", "remark")
 SHOWN = 10  # values listed at a peak
 
@@ -181,8 +181,8 @@ def _occupant_row(o: Occupant) -> tuple[str, ...]:
         o.module,
         o.phase,
         o.role,
-        shape,
         f"{o.lower}–{o.upper}",
+        shape,
     )
 
 

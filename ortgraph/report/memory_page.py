@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ortgraph import __version__
 from ortgraph.graph import TrainingGraph
-from ortgraph.plan.budget import size_text
+from ortgraph.plan.budget import size_text, size_unit
 from ortgraph.plan.largest_batch import LargestBatch
 from ortgraph.plan.program_plan import program_problem
 from ortgraph.plan.sweep import Sweep
@@ -13,8 +13,6 @@ from ortgraph.report import memory
 from ortgraph.report.html import Page
 from ortgraph.report.memory import MemoryFacts
 from ortgraph.report.svg import curve_chart, stacked_chart
-
-_MB = 1e6
 
 
 def memory_page(
@@ -72,8 +70,8 @@ def _add_figures(page: Page, facts: MemoryFacts) -> None:
 def add_timelines(page: Page, facts: MemoryFacts) -> None:
     """The pictures of the given order and of the plan, on one scale."""
     page.text(
-        "What is alive at each operation, by what it is for. Activations are forward results that the backward half "
-        "reads; recomputed ones were dropped and evaluated again; everything else is temporary. The strip below stands for "
+        "What is alive at each operation, by what it is for. Activations are forward results kept for the backward half; "
+        "recomputed ones were dropped and evaluated again; everything else is temporary. The strip below stands for "
         "what is always there and is not drawn to scale.",
         note=True,
     )
@@ -94,15 +92,16 @@ def _timeline_chart(
         f"parameters {size_text(fixed.parameters)} · states {size_text(fixed.states)} · batch {size_text(fixed.batch)}"
         " · always there, not to scale"
     )
+    unit, scale = size_unit(top)
     return stacked_chart(
         title,
-        {role: (band / _MB).tolist() for role, band in picture.bands.items()},
+        {role: (band / scale).tolist() for role, band in picture.bands.items()},
         "operation",
-        "MB alive",
-        top=top / _MB,
+        f"{unit} alive",
+        top=top / scale,
         peak=(picture.peak_step, memory.peak_label(picture, order, facts.plan)),
         border=None if picture.backward_step is None else (picture.backward_step, "forward", "backward"),
-        limit=None if budget is None else (budget / _MB, f"budget {size_text(budget)}"),
+        limit=None if budget is None else (budget / scale, f"budget {size_text(budget)}"),
         base=base,
     )
 
@@ -127,15 +126,16 @@ def _add_sweep(page: Page, swept: Sweep, facts: MemoryFacts) -> None:
 
 def sweep_chart(swept: Sweep, order_bound: int | None = None, budget: int | None = None) -> str:
     """The trade-off curve: budget against predicted overhead."""
-    found = [(p.budget / _MB, 100 * p.plan.after.overhead, "") for p in reversed(swept.points) if p.plan is not None]
+    unit, scale = size_unit(swept.given.before.peak)
+    found = [(p.budget / scale, 100 * p.plan.after.overhead, "") for p in reversed(swept.points) if p.plan is not None]
     marks = [
-        (swept.given.floor.bytes / _MB, "floor"),
-        (swept.given.before.peak / _MB, "given order"),
-        *([(order_bound / _MB, "order bound")] if order_bound is not None else []),
-        *([(budget / _MB, "budget")] if budget is not None else []),
+        (swept.given.floor.bytes / scale, "floor"),
+        (swept.given.before.peak / scale, "given order"),
+        *([(order_bound / scale, "order bound")] if order_bound is not None else []),
+        *([(budget / scale, "budget")] if budget is not None else []),
     ]
-    missing = [p.budget / _MB for p in swept.points if p.plan is None]
-    return curve_chart("Budget against time", found, "budget, MB", "predicted overhead, %", marks, missing)
+    missing = [p.budget / scale for p in swept.points if p.plan is None]
+    return curve_chart("Budget against time", found, f"budget, {unit}", "predicted overhead, %", marks, missing)
 
 
 def _add_largest(page: Page, largest: LargestBatch) -> None:
@@ -163,15 +163,16 @@ def add_planned(page: Page, graph: TrainingGraph) -> None:
     order = tuple(problem.operations.given_order())
     picture = timeline(find_roles(graph, problem), order)
     again = recomputed_operators(problem, order)
-    bands = {role: (band / _MB).tolist() for role, band in picture.bands.items()}
     name = problem.nodes[order[picture.peak_step]].op_type if order else ""
     peak = int(picture.live.max(initial=0))
+    unit, scale = size_unit(peak)
+    bands = {role: (band / scale).tolist() for role, band in picture.bands.items()}
     page.add_chart(
         stacked_chart(
             "Live memory, step by step",
             bands,
             "operation",
-            "MB alive",
+            f"{unit} alive",
             peak=(picture.peak_step, f"peak {size_text(peak)} in {name}") if order else None,
             border=None if picture.backward_step is None else (picture.backward_step, "forward", "backward"),
         )

@@ -261,7 +261,9 @@ def _axes(x0: float, x1: float, y0: float, y1: float, x_label: str, y_label: str
     parts = [f'<path d="M{_LEFT} {_TOP}V{bottom}H{_WIDTH - _RIGHT}" fill="none" stroke="#888"/>']
     for k in range(5):
         x, y = x0 + (x1 - x0) * k / 4, y0 + (y1 - y0) * k / 4
-        parts.append(_text(_x(x, x0, x1), bottom + 15, f"{x:.4g}", "middle"))
+        parts.append(
+            _text(_x(x, x0, x1), bottom + 15, f"{x:.0f}" if isinstance(x1, int) and x1 >= 8 else f"{x:.4g}", "middle")
+        )
         if y_ticks:
             parts.append(_text(_LEFT - 6, _y(y, y0, y1) + 4, f"{y:.4g}", "end"))
     parts.append(_text((_LEFT + _WIDTH) / 2, _HEIGHT - 6, x_label, "middle"))

@@ -50,6 +50,17 @@ def test_roles_and_phases_of_a_step(blocks) -> None:
     saved = [o for o in picture.occupants if o.role == "activations"]
     assert saved and all(o.phase == "forward" and o.upper >= picture.backward_step for o in saved)
     assert any(o.module.startswith("blocks.") for o in saved)
+    assert not any(o.role == "activations" and o.upper < picture.backward_step for o in picture.occupants)
+
+
+def test_what_is_dropped_before_the_backward_half_is_no_saved_activation(blocks) -> None:
+    graph = blocks(64)
+    given = plan_program(graph)
+    plan = replan(given, "60%", seconds=2)
+    roles = find_roles(graph, plan.problem)
+    before, after = timeline(roles, given.sequence), timeline(roles, plan.sequence)
+    saved = [int(p.bands["activations"][p.backward_step - 1]) for p in (before, after)]
+    assert saved[1] < 0.8 * saved[0]
 
 
 def test_an_optimizer_frees_gradients_early(blocks) -> None:

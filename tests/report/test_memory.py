@@ -118,6 +118,10 @@ def test_rows_of_a_plan(classifier_graph):
     assert [r[0] for r in memory.bound_rows(facts)] == ["max-load", "order bound", "floor"]
     assert "0.00% above" in memory.bound_rows(facts)[1][2]
     listed = memory.occupant_rows(facts.given, shown=1)
+    first = facts.given.occupants[0]
+    shown = dict(zip(memory.OCCUPANT_COLUMNS, listed[0], strict=True))
+    assert shown["steps"] == f"{first.lower}–{first.upper}" and shown["role"] == first.role
+    assert shown["bytes"] == size_text(first.bytes) and shown["shape"] == "×".join(map(str, first.shape))
     assert len(listed) == 2 and listed[1][1] == f"{len(facts.given.occupants) - 1} smaller values"
 
 
