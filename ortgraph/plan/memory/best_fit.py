@@ -81,14 +81,14 @@ def _solution(arrays: Arrays, total: int, offsets: np.ndarray, solver: str, star
 
 def _place(arrays: Arrays, order: np.ndarray, tightest: bool, seconds: float) -> tuple[int, np.ndarray] | None:
     """Place in the given order. The placed buffers are kept sorted by offset in four parallel arrays."""
-    n, total, end = 0, 0, time.perf_counter() + seconds
+    n, total, stop = 0, 0, time.perf_counter() + seconds
     low, high, lower, upper = (np.empty(len(order), dtype=np.int64) for _ in range(4))
     offsets = np.zeros(len(order), dtype=np.int64)
     for i in order.tolist():
         size, first, end = int(arrays.size[i]), arrays.lower[i], arrays.upper[i]
         if size == 0:
             continue
-        if time.perf_counter() >= end:
+        if time.perf_counter() >= stop:
             return None
         live = (lower[:n] < end) & (upper[:n] > first)
         offset = _gap(low[:n][live], high[:n][live], size, tightest)

@@ -59,12 +59,12 @@ def solve_canonical(
     outcome, units = Outcome.LIMIT, np.zeros(len(arrays), dtype=np.int64)
     while outcome is Outcome.LIMIT:
         left = seconds - (time.perf_counter() - start)
-        if first and (left <= 0 or (max_nodes is not None and nodes >= max_nodes)):
+        allowed = _RUNS * limit if max_nodes is None else max_nodes - nodes
+        if first and (left <= 0 or allowed <= 0):
             break
-        if max_nodes is not None:
-            limit = min(limit, max(max_nodes - nodes, 1))
+        runs = _RUNS if allowed >= _RUNS * limit else 1
         outcome, units, visited = search_within(
-            arrays, everything, capacity // arrays.unit, first, _RUNS, limit, max(left, 0.0)
+            arrays, everything, capacity // arrays.unit, first, runs, min(limit, allowed), max(left, 0.0)
         )
         nodes, first, limit = nodes + visited, first + _RUNS, limit * 2
     solution = None
