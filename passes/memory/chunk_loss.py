@@ -58,7 +58,7 @@ class ChunkLoss(RewritePass):
     shared_inner: ClassVar[str] = "keep"  # why: scores may also be a model output; ``match`` looks at every reader
 
     least_bytes: int = 1 << 25
-    chunk_bytes: int = 1 << 25
+    chunk_bytes: int = 1 << 24
     rows: int = 0
 
     def match(self, node: ir.Node, graph: TrainingGraph) -> Match | Refusal | None:
