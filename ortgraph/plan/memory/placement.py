@@ -13,14 +13,18 @@ from ortgraph.analysis.liveness import Liveness, nbytes, values_read
 from ortgraph.errors import PlanError
 from ortgraph.graph.edit import static_shape
 from ortgraph.ops.spec import spec_of
-from ortgraph.plan.memory.best_fit import solve_best_fit
 from ortgraph.plan.memory.problem import Buffer, MemoryProblem
 from ortgraph.plan.memory.solution import MemorySolution
+from ortgraph.plan.memory.solve import solve
 from ortgraph.plan.memory.validate import validate
 
 logger = logging.getLogger(__name__)
 METADATA_KEY = "ortgraph.plan"
 VERSION = 1
+# Greedy meets the bound of most graphs at once. The rest is mostly solved within a few rounds, which end long before the
+# deadline, so that the same graph gets the same plan.
+_SECONDS = 2.0
+_ROUNDS = 3
 # ONNX Runtime runs these as soon as their input is there, wherever they stand in the file: what they write has no
 # place in an arena whose lifetimes follow the file.
 _RUN_EARLY = frozenset({("", "Shape"), ("", "Size"), ("ai.onnx", "Shape"), ("ai.onnx", "Size")})
@@ -110,7 +114,7 @@ def place_values(
         lower, upper = (live.born(head), last[head] + 1) if shared else (0, live.end + 1)
         buffers.append(Buffer(head.name or "", lower, upper, size))
     problem = MemoryProblem(tuple(buffers))
-    solution = _stored_solution(problem, known) or solve_best_fit(problem)
+    solution = _stored_solution(problem, known) or solve(problem, _SECONDS, max_rounds=_ROUNDS)
     validate(problem, solution)
     offsets = {
         v.name or "": solution.offsets[head.name or ""]
