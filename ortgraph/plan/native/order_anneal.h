@@ -310,7 +310,7 @@ inline int64_t anneal(
     static constexpr Setting kSettings[] = {{3, 0.01}, {0.3, 0.003}, {1, 0.003}, {3, 0.003}, {1, 0.01}, {0.3, 0.01}};
     double mean = 1.0;
     for (int v = 0; v < g.values; ++v) mean += static_cast<double>(g.size[v]) / g.values;
-    const int64_t tries = std::min<int64_t>(1000000, 1000000000 / (g.operations + 1));
+    const int64_t most = std::min<int64_t>(1000000, 1000000000 / (g.operations + 1));
     using Start = std::unique_ptr<Annealer>;
     std::vector<Start> pool;
     for (int k = 0; k < count; ++k)
@@ -319,6 +319,7 @@ inline int64_t anneal(
     for (int k = 0, idle = 0; idle < patience; ++k) {
         const Setting& s = kSettings[k % 6];
         const int64_t before = pool[0]->best_peak();
+        const int64_t tries = most / static_cast<int64_t>(pool.size());
         bool more = true;
         for (Start& a : pool) more = more && a->round(tries, s.hot * mean, 0.03 * mean, s.below, bound, clock);
         if (k % 2 == 1) {

@@ -17,8 +17,7 @@ class SetSearch {
     // Orders with a peak of `above` or more are of no use; steps of at most `level` (< above) cost nothing.
     // width: states kept per number of operations executed, 0 for all; bytes: memory that the states may take.
     SetSearch(const Graph& graph, int width, int64_t level, int64_t above, int64_t bytes)
-        : g(graph), words_((g.operations + 63) / 64), width_(width), level_(level), above_(above) {
-        most_ = bytes / (16 * words_ + 200);
+        : g(graph), words_((g.operations + 63) / 64), width_(width), level_(level), above_(above), most_(bytes) {
         Random random{12345};
         for (int i = 0; i < g.operations; ++i) code_.push_back(random.next());
         layers_.resize(g.operations + 1);
@@ -43,7 +42,7 @@ class SetSearch {
             if (level_ + 1 == above_ && !layers_[g.operations].states.empty()) return true;  // None is better.
             for (State& state : states) {
                 if ((++expanded & 31) == 0 && clock.over()) return give_up();
-                if (waiting_ > most_ || static_cast<int64_t>(steps_.size()) > 8 * most_) return give_up();
+                if (used() > most_) return give_up();
                 expand(state);
             }
         }
@@ -62,7 +61,7 @@ class SetSearch {
     using Bits = std::vector<uint64_t>;
     struct State {
         Bits done, ready;
-        int64_t live = 0, peak = 0;
+        int64_t live = 0, peak = 0, places = 0;  // places: sum of operation indices; ties follow the given order.
         uint64_t code = 0;
         int count = 0, last = -1;  // Operations executed; index in steps_.
     };
@@ -105,6 +104,7 @@ class SetSearch {
         s.live += change;
         s.peak = std::max(s.peak, bytes);
         s.code ^= code_[i];
+        s.places += i;
         ++s.count;
         set(s.done, i);
         clear(s.ready, i);
@@ -176,12 +176,15 @@ class SetSearch {
         complete_ = false;
         const auto better = [&](const State& a, const State& b) {
             const int64_t x = rank(a), y = rank(b);
-            return x != y ? x < y : a.code < b.code;
+            if (x != y) return x < y;
+            return a.places != b.places ? a.places < b.places : a.code < b.code;
         };
         std::nth_element(states.begin(), states.begin() + width_, states.end(), better);
         states.erase(states.begin() + width_, states.end());
         return std::move(states);
     }
+
+    int64_t used() const { return waiting_ * (16 * words_ + 200) + static_cast<int64_t>(steps_.size() * sizeof(Step)); }
 
     bool give_up() {
         complete_ = false;
@@ -190,7 +193,9 @@ class SetSearch {
 
     const Graph& g;
     int words_, width_;
-    int64_t level_, above_, most_ = 0, next_ = INT64_MAX, waiting_ = 0;  // Orders below above_ failed for want of next_ bytes.
+    int64_t level_, above_, most_;
+    int64_t next_ = INT64_MAX;  // Least step that was refused.
+    int64_t waiting_ = 0;       // States in layers_.
     bool complete_ = true;
     std::vector<uint64_t> code_;
     std::vector<Step> steps_;

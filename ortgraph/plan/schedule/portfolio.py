@@ -13,8 +13,8 @@ from ortgraph.plan.schedule.solution import OrderSolution
 from ortgraph.plan.simulate import simulate
 
 _CONSTRUCTORS = (("depth-first", depth_first_order), ("list", list_order), ("least-peak", least_peak_order))
-_WIDTH = 20  # Of the beam: wider is slower and, as a start, no better.
-_LOOSE = 1.05  # Of two beams one does not tell peaks apart up to so much over the bound.
+# (width, level over the bound up to which peaks are not told apart); wider beams are slower and often no better.
+_BEAMS = ((1, 1.0), (2, 1.0), (5, 1.0), (20, 1.0), (20, 1.05))
 _PATIENCE = 30  # Rounds of a million moves without a better order.
 _MEMORY = 200 << 20  # Bytes of sets in the attempts at a proof.
 _PROBES = 12  # Such attempts.
@@ -23,7 +23,7 @@ _PROBES = 12  # Such attempts.
 def solve_order(graph: OperationGraph, seconds: float = 10.0, tolerance: float = 0.0) -> OrderSolution:
     """A small peak within a time, with a bound that says how small it is.
 
-    In turn: the given order, the min-cut bound, constructors, two beams, attempts to prove that nothing is better (which
+    In turn: the given order, the min-cut bound, constructors, beams, attempts to prove that nothing is better (which
     raise the bound), annealing from several starts. Ends as soon as the peak meets the bound.
 
     Args:
@@ -80,12 +80,17 @@ class _Portfolio:
             self.offer(construct(self.graph), name)
         if search is None:
             return self.solution()
-        for level in (self.bound, int(_LOOSE * self.bound)):
-            if not self.done():
-                self.offer(search.sets(0.1 * self.left(), _WIDTH, level, 1 << 62, _MEMORY)[0], "beam")
+        end = 0.75 * self.left()
+        for width, loose in _BEAMS:
+            if not self.done() and self.left() > end:
+                found, _ = search.sets(self.left() - end, width, int(loose * self.bound), 1 << 62, _MEMORY)
+                self.offer(found, "beam")
         self._prove(search)
         if not self.done():
-            found, _ = search.anneal(self.orders, self.left(), self.bound, _PATIENCE, seed=1)
+            # Equal starts once; and time to check the answer.
+            starts = list({tuple(o): None for o in self.orders})
+            limit = 0.98 * self.left() - 4e-5 * len(self.graph.operations)
+            found, _ = search.anneal(starts, limit, self.bound, _PATIENCE, seed=1)
             self.offer(found, "anneal")
         return self.solution()
 
