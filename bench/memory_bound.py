@@ -117,7 +117,7 @@ class MomentBound:
             integrality=self.integral if integral else None,
             bounds=Bounds(least, most),
             constraints=LinearConstraint(self.matrix, low, high),
-            options={"time_limit": max(seconds, 0.01)},
+            options={"time_limit": max(seconds, 0.01), "mip_rel_gap": 0.0},
         )
         if result.status == _INFEASIBLE:
             return float("inf")

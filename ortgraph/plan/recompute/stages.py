@@ -1,0 +1,228 @@
+"""Recompute selection as a small integer program over the few moments at which memory is tight.
+
+Checkmate (Jain et al., 2020) has a stage for every operation. Here only some first evaluations, the *moments* v_1 < v_2 <
+..., cut an order into stages; memory is limited at the moments alone. With e_i^s: operation i is evaluated in stage s, and
+m_u^k: value u lies in memory at moment k:
+
+    minimize   sum of c_i e_i^s over s >= 1 beyond first evaluations
+    such that  e_j^s <= m_u^s + e_i^s       j reads u, made by i: in memory when the stage began, or made in it
+               m_u^k <= m_u^(k-1) + e_i^(k-1)
+               sum size_u m_u^k + scratch(v_k) <= budget,  m_u^k = 1 for what v_k reads and makes
+
+which is a bound for the given order whatever the moments. A sequence follows from m: what is not in m at a moment is
+dropped there, and evaluated again right before its next reader. Where the sequence exceeds the budget, the next first
+evaluation becomes a moment too, and the program is solved again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from ortgraph.errors import RuntimeSetupError
+from ortgraph.plan.operations import OperationGraph
+from ortgraph.plan.recompute.floor import check_floor
+from ortgraph.plan.recompute.problem import RecomputeProblem
+from ortgraph.plan.recompute.solution import RecomputeSolution, make_solution
+from ortgraph.plan.simulate import simulate
+
+_MOMENTS = 40
+_ROUNDS = 60
+_INFEASIBLE = 2  # status of scipy.optimize.milp
+
+
+def solve_stages(
+    problem: RecomputeProblem, seconds: float = 5.0, order: Sequence[int] | None = None
+) -> RecomputeSolution:
+    """The cheapest sequence found whose first evaluations keep an order; over the budget where none was found.
+
+    Args:
+        problem: Graph and budget.
+        seconds: Wall time.
+        order: Valid order of first evaluations; the given order by default.
+
+    Raises:
+        PlanError: The budget is below the memory floor.
+        RuntimeSetupError: SciPy is not installed.
+    """
+    start = time.perf_counter()
+    check_floor(problem)
+    graph = problem.graph
+    order = list(graph.given_order() if order is None else order)
+    first = simulate(graph, order)
+    best = (max(first.peak - problem.budget, 0), first.cost, order)
+    bound = graph.cost
+    program = _Program(graph, order)
+    moments = [int(np.argmax(first.live))]
+    budgets = {moments[0]: problem.budget}
+    tightened = False
+    for _ in range(_ROUNDS if best[0] else 0):
+        left = seconds - (time.perf_counter() - start)
+        if left <= 0:
+            break
+        found = program.solve(sorted(moments), budgets, left)
+        if found.memory is None:
+            break
+        if not tightened:
+            bound = max(bound, graph.cost + found.bound)
+        sequence = program.sequence(sorted(moments), found.memory)
+        profile = simulate(graph, sequence)
+        over = max(profile.peak - problem.budget, 0)
+        best = min(best, (over, profile.cost, sequence), key=lambda b: b[:2])
+        if not over:
+            break
+        seen: set[int] = set()
+        where = _next_first(sequence, order, int(np.argmax(profile.live)), seen)
+        if where not in budgets and len(moments) < _MOMENTS:
+            moments.append(where)
+            budgets[where] = problem.budget
+            continue
+        # The peak lies at an evaluation between moments: leave room for it at the moment before and after.
+        tightened = True
+        near = sorted(moments, key=lambda v: (abs(v - where), v))[:2]
+        for v in near:
+            budgets[v] -= max(over // 2, 1)
+    took = time.perf_counter() - start
+    return make_solution(problem, best[2], "stages", took, bound if best[2] is not order or not best[0] else None)
+
+
+def _next_first(sequence: Sequence[int], order: Sequence[int], step: int, seen: set[int]) -> int:
+    """Position in the order of the first evaluation at or after a step (the last one if there is none)."""
+    done = set(sequence[:step])
+    for i in sequence[step:]:
+        if i not in done:
+            return order.index(i)
+    return len(order) - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """Values in memory by moment (None without a solution), and the least added cost that is proven."""
+
+    memory: list[np.ndarray] | None
+    bound: float
+
+
+class _Program:
+    """The integer program for one order; positions of the order stand for operations."""
+
+    def __init__(self, graph: OperationGraph, order: Sequence[int]) -> None:
+        self.graph, self.order = graph, list(order)
+        self.at = {i: p for p, i in enumerate(self.order)}
+        self.made_at = np.array([self.at[i] for i in graph.producer], dtype=np.int64)
+        self.cost = graph.cost or 1.0
+        self.unit = max((v.size for v in graph.values), default=1) or 1
+        self.sizes = np.array([v.size / self.unit for v in graph.values])
+        self.kept = np.array([u for u, v in enumerate(graph.values) if v.kept], dtype=np.int64)
+        pairs = [(self.at[j], u) for j, o in enumerate(graph.operations) for u in o.inputs]
+        self.reader = np.array([p for p, _ in pairs], dtype=np.int64)
+        self.read = np.array([u for _, u in pairs], dtype=np.int64)
+        self.costs = np.array([graph.operations[i].cost / self.cost for i in self.order])
+        self.closed = np.full(len(self.order), len(self.order), dtype=np.int64)  # no evaluation after this position
+        for j, o in enumerate(graph.operations):
+            for i in o.after:
+                self.closed[self.at[i]] = min(self.closed[self.at[i]], self.at[j])
+        self.once = np.array([not graph.operations[i].recompute for i in self.order])
+
+    def solve(self, moments: Sequence[int], budgets: dict[int, int], seconds: float) -> _Found:
+        """Solve for moments (positions, ascending) with a budget each."""
+        try:
+            from scipy.optimize import Bounds, LinearConstraint, milp
+            from scipy.sparse import coo_array
+        except ImportError as error:
+            raise RuntimeSetupError("the stage program needs SciPy", "pip install scipy") from error
+        n, k, count = len(self.order), len(self.graph.values), len(moments)
+        rows, low, high, least, most, cost = self._rows(moments, budgets)
+        where = np.concatenate([r for r, _, _ in rows])
+        columns = np.concatenate([c for _, c, _ in rows])
+        factors = np.concatenate([f for _, _, f in rows])
+        matrix = coo_array((factors, (where, columns)), shape=(len(low), count * (n + k))).tocsc()
+        integral = np.tile(np.concatenate([np.ones(n), np.zeros(k)]), count)
+        result = milp(
+            cost,
+            integrality=integral,
+            bounds=Bounds(least, most),
+            constraints=LinearConstraint(matrix, low, high),
+            options={"time_limit": max(seconds, 0.05), "mip_rel_gap": 0.0},
+        )
+        if result.x is None:
+            return _Found(None, 0.0)
+        proven = result.mip_dual_bound if result.mip_dual_bound is not None else 0.0
+        first = float(cost @ least)  # first evaluations after the first moment
+        memory = [result.x[s * (n + k) + n : (s + 1) * (n + k)] > 0.5 for s in range(count)]
+        return _Found(memory, max(0.0, proven - first - 1e-6) * self.cost)
+
+    def _rows(self, moments: Sequence[int], budgets: dict[int, int]):
+        """Rows as (row, column, factor) triples, their limits, limits of the variables, and costs.
+
+        Variables of stage s: evaluations by position, then values in memory at the moment that begins it.
+        """
+        graph, n, k = self.graph, len(self.order), len(self.graph.values)
+        width, position = n + k, np.arange(n)
+        rows: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        low: list[np.ndarray] = []
+        high: list[np.ndarray] = []
+        least, most = np.zeros(width * len(moments)), np.ones(width * len(moments))
+        total = 0
+
+        def add(
+            columns: Sequence[np.ndarray], factors: Sequence[float], lower: float, upper: float | np.ndarray
+        ) -> None:
+            """One row per entry of the columns, with the same factors."""
+            nonlocal total
+            size = len(columns[0])
+            for c, f in zip(columns, factors, strict=True):
+                rows.append((total + np.arange(size), c, np.full(size, f)))
+            low.append(np.full(size, lower))
+            high.append(np.broadcast_to(np.asarray(upper, dtype=np.float64), size))
+            total += size
+
+        for s, v in enumerate(moments):
+            e, m = s * width, s * width + n
+            end = moments[s + 1] if s + 1 < len(moments) else n
+            operation = graph.operations[self.order[v]]
+            fresh = (position > v) & (position < end)
+            least[e : e + n][fresh] = 1
+            most[e : e + n][position >= end] = 0
+            most[e : e + n][(position <= v) & self.once] = 0
+            most[e : e + n][self.closed <= v] = 0
+            add([e + self.reader, m + self.read, e + self.made_at[self.read]], [1, -1, -1], -np.inf, 0)
+            must = np.array(sorted({*operation.inputs, *operation.outputs}), dtype=np.int64)
+            least[m + must] = 1
+            others = np.setdiff1d(np.arange(k), must[self.made_at[must] == v])
+            if s == 0:
+                most[m + others[self.made_at[others] >= v]] = 0
+            else:
+                before_e, before_m = e - width, m - width
+                add([m + others, before_m + others, before_e + self.made_at[others]], [1, -1, -1], -np.inf, 0)
+            inplace = sum({r: graph.values[r].size for _, r in operation.inplace}.values())
+            rows.append((np.full(k, total), m + np.arange(k), self.sizes))
+            low.append(np.array([-np.inf]))
+            high.append(np.array([(budgets[v] - operation.scratch + inplace) / self.unit]))
+            total += 1
+        if self.kept.size:
+            add([m + self.kept, e + self.made_at[self.kept]], [1, 1], 1, np.inf)
+        cost = np.tile(np.concatenate([self.costs, np.zeros(k)]), len(moments))
+        return rows, np.concatenate(low), np.concatenate(high), least, most, cost
+
+    def sequence(self, moments: Sequence[int], memory: Sequence[np.ndarray]) -> list[int]:
+        """First evaluations in order; what is not in memory at a moment is evaluated again when it is next read."""
+        dropped = np.zeros(len(self.graph.values), dtype=bool)
+        held = dict(zip(moments, memory, strict=True))
+        sequence: list[int] = []
+
+        def evaluate(i: int) -> None:
+            for u in self.graph.operations[i].inputs:
+                if dropped[u]:
+                    evaluate(self.graph.producer[u])
+            sequence.append(i)
+            dropped[list(self.graph.operations[i].outputs)] = False
+
+        for p, i in enumerate(self.order):
+            evaluate(i)
+            if p in held:
+                dropped |= (self.made_at <= p) & ~held[p]
+        return sequence
