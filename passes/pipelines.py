@@ -72,7 +72,8 @@ AFTER_LOWERING = ",".join(
         "use-transpose-kernel",  # why last: the passes above know the standard operator only
         "redraw-dropout",
         "eliminate-identity",
-        "eliminate-dead-code",  # why last: outputs that nobody reads any more, masks among them, are not written
+        "eliminate-dead-code",  # why here: outputs that nobody reads any more, masks among them, are not written
+        "slice-early",  # why last: it only orders
     )
 )
 

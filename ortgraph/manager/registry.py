@@ -31,6 +31,7 @@ TABLE: dict[str, str] = {
     "select-recompute": "ortgraph.passes.memory.select_recompute:SelectRecompute",
     "chunk-loss": "ortgraph.passes.memory.chunk_loss:ChunkLoss",
     "add-embedding-gradient": "ortgraph.passes.memory.add_embedding_gradient:AddEmbeddingGradient",
+    "slice-early": "ortgraph.passes.memory.slice_early:SliceEarly",
     "redraw-dropout": "ortgraph.passes.memory.redraw_dropout:RedrawDropout",
     "plan-memory": "ortgraph.passes.memory.plan_memory:PlanMemory",
     "eliminate-dead-code": "ortgraph.passes.canonical.eliminate_dead_code:EliminateDeadCode",
