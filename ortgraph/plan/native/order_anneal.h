@@ -7,7 +7,7 @@
 #include <cmath>
 #include <memory>
 
-#include "order_graph.h"
+#include "order_windows.h"
 
 namespace order {
 
@@ -15,13 +15,17 @@ class Annealer {
    public:
     Annealer(const Graph& graph, const int* sequence, uint64_t seed)
         : g(graph), at_(graph.operations), weight_(graph.weight), random_{seed} {
-        order_.assign(sequence, sequence + g.operations);
-        reset();
-        best_ = order_;
-        best_peak_ = peak();
+        restart({sequence, sequence + g.operations});
         overwriters_.resize(g.has_pairs ? g.values : 0);
         for (int i = 0; g.has_pairs && i < g.operations; ++i)
             for (const int* p = g.pairs.begin(i); p != g.pairs.end(i); p += 2) overwriters_[p[0]].push_back(i);
+    }
+
+    // Goes on from another order.
+    void restart(const std::vector<int>& sequence) {
+        order_ = best_ = sequence;
+        reset();
+        best_peak_ = peak();
     }
 
     const std::vector<int>& best() const { return best_; }
@@ -300,38 +304,57 @@ class Annealer {
     double temperature_ = 1.0, below_ = 0.0;
 };
 
-// Several starts, halved after every two rounds by what they reached; the last one goes on until it has not improved for
-// `patience` rounds. The best order replaces the first; returns its peak.
+// Several starts, halved after every two rounds by what they reached; the last one goes on until it is idle for some rounds,
+// then all start again from other random numbers, until `patience` such epochs gave nothing better. Between rounds, windows
+// around the peak are rearranged. The best order replaces the first; returns its peak.
 inline int64_t anneal(
     const Graph& g, int* sequences, int count, const Clock& clock, int64_t bound, int patience, uint64_t seed) {
     struct Setting {
         double hot, below;  // Temperature as a share of the mean size; target below the best peak.
     };
     static constexpr Setting kSettings[] = {{3, 0.01}, {0.3, 0.003}, {1, 0.003}, {3, 0.003}, {1, 0.01}, {0.3, 0.01}};
+    static constexpr int kIdle = 6, kWindows = 25;
+    const int n = g.operations;
     double mean = 1.0;
     for (int v = 0; v < g.values; ++v) mean += static_cast<double>(g.size[v]) / g.values;
-    const int64_t most = std::min<int64_t>(1000000, 1000000000 / (g.operations + 1));
+    const int64_t most = std::min<int64_t>(500000, 500000000 / (n + 1));
+    std::vector<int> best;
+    int64_t best_peak = INT64_MAX;
     using Start = std::unique_ptr<Annealer>;
-    std::vector<Start> pool;
-    for (int k = 0; k < count; ++k)
-        pool.push_back(std::make_unique<Annealer>(g, sequences + static_cast<size_t>(k) * g.operations, seed + k));
     const auto better = [](const Start& a, const Start& b) { return a->best_peak() < b->best_peak(); };
-    for (int k = 0, idle = 0; idle < patience; ++k) {
-        const Setting& s = kSettings[k % 6];
-        const int64_t before = pool[0]->best_peak();
-        const int64_t tries = most / static_cast<int64_t>(pool.size());
+    for (int epoch = 0, in_vain = 0; in_vain < patience; ++epoch) {
+        Random random{seed + epoch};
+        std::vector<Start> pool;
+        for (int k = 0; k < count; ++k)
+            pool.push_back(std::make_unique<Annealer>(g, sequences + static_cast<size_t>(k) * n, random.next()));
         bool more = true;
-        for (Start& a : pool) more = more && a->round(tries, s.hot * mean, 0.03 * mean, s.below, bound, clock);
-        if (k % 2 == 1) {
-            std::stable_sort(pool.begin(), pool.end(), better);
-            pool.erase(pool.begin() + (pool.size() + 1) / 2, pool.end());
+        for (int k = 0, idle = 0; more && idle < kIdle; ++k) {
+            const int64_t before = pool[0]->best_peak(), tries = most / static_cast<int64_t>(pool.size());
+            const Setting& s = kSettings[(k + epoch) % 6];
+            for (Start& a : pool) {
+                more = more && a->round(tries, s.hot * mean, 0.03 * mean, s.below, bound, clock);
+                if (!more || k % 2 == 0) continue;
+                std::vector<int> sequence = a->best();
+                rearrange(g, sequence, kWindows, bound, clock, random);
+                a->restart(sequence);
+            }
+            if (k % 2 == 1) {
+                std::stable_sort(pool.begin(), pool.end(), better);
+                pool.erase(pool.begin() + (pool.size() + 1) / 2, pool.end());
+            }
+            idle = pool.size() == 1 && pool[0]->best_peak() == before ? idle + 1 : 0;
         }
-        idle = pool.size() == 1 && pool[0]->best_peak() == before ? idle + 1 : 0;
-        if (!more) break;
+        const Annealer& winner = **std::min_element(pool.begin(), pool.end(), better);
+        ++in_vain;
+        if (winner.best_peak() < best_peak) {
+            best = winner.best();
+            best_peak = winner.best_peak();
+            in_vain = 0;
+        }
+        if (!more || best_peak <= bound) break;
     }
-    const Annealer& best = **std::min_element(pool.begin(), pool.end(), better);
-    std::copy(best.best().begin(), best.best().end(), sequences);
-    return best.best_peak();
+    std::copy(best.begin(), best.end(), sequences);
+    return best_peak;
 }
 
 }  // namespace order

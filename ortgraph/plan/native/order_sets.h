@@ -20,7 +20,17 @@ class SetSearch {
         : g(graph), words_((g.operations + 63) / 64), width_(width), level_(level), above_(above), most_(bytes) {
         Random random{12345};
         for (int i = 0; i < g.operations; ++i) code_.push_back(random.next());
-        layers_.resize(g.operations + 1);
+        allowed_.assign(words_, ~0ull);
+        end_ = g.operations;
+    }
+
+    // Only the steps lower .. upper - 1 of an order are arranged anew; peaks are those of these steps.
+    void window(const int* sequence, int lower, int upper) {
+        prefix_.assign(sequence, sequence + lower);
+        allowed_.assign(words_, 0);
+        for (int t = lower; t < upper; ++t) set(allowed_, sequence[t]);
+        begin_ = lower;
+        end_ = upper;
     }
 
     // Whether an order below `above` was found.
@@ -29,32 +39,35 @@ class SetSearch {
         start.done.assign(words_, 0);
         start.ready.assign(words_, 0);
         for (int i = 0; i < g.operations; ++i)
-            if (g.before.size(i) == 0) set(start.ready, i);
+            if (g.before.size(i) == 0 && has(allowed_, i)) set(start.ready, i);
+        for (int i : prefix_) execute(start, i, change(start, i), 0);
+        layers_.resize(end_ - begin_ + 1);
         close(start);
         enter(std::move(start));
         int64_t expanded = 0;
-        for (int k = 0; k < g.operations; ++k) {
+        for (int k = begin_; k < end_; ++k) {
             if (clock.over()) return give_up();
-            Layer& layer = layers_[k];
+            Layer& layer = layers_[k - begin_];
             waiting_ -= static_cast<int64_t>(layer.states.size());
             std::vector<State> states = pick(layer);
             layer = Layer();
-            if (level_ + 1 == above_ && !layers_[g.operations].states.empty()) return true;  // None is better.
+            if (level_ + 1 == above_ && !layers_.back().states.empty()) return true;  // None is better.
             for (State& state : states) {
                 if ((++expanded & 31) == 0 && clock.over()) return give_up();
                 if (used() > most_) return give_up();
                 expand(state);
             }
         }
-        return !layers_[g.operations].states.empty();
+        return !layers_.back().states.empty();
     }
 
     // After a failed run: no order has a smaller peak; 0 when states were left out.
     int64_t proved() const { return complete_ ? next_ : 0; }
-    int64_t peak() const { return layers_[g.operations].states[0].peak; }
+    int64_t peak() const { return layers_.back().states[0].peak; }
+    // The first `upper` operations of it.
     void write(int* sequence) const {
-        int node = layers_[g.operations].states[0].last;
-        for (int t = g.operations - 1; t >= 0; --t, node = steps_[node].parent) sequence[t] = steps_[node].operation;
+        int node = layers_.back().states[0].last;
+        for (int t = end_ - 1; t >= 0; --t, node = steps_[node].parent) sequence[t] = steps_[node].operation;
     }
 
    private:
@@ -111,7 +124,7 @@ class SetSearch {
         for (int j : row(g.behind, i)) {
             bool ready = true;
             for (int p : row(g.before, j)) ready = ready && has(s.done, p);
-            if (ready) set(s.ready, j);
+            if (ready && has(allowed_, j)) set(s.ready, j);
         }
         steps_.push_back({s.last, i});
         s.last = static_cast<int>(steps_.size()) - 1;
@@ -153,7 +166,7 @@ class SetSearch {
 
     // False when the set is known with as low a peak.
     bool enter(State&& s) {
-        Layer& layer = layers_[s.count];
+        Layer& layer = layers_[s.count - begin_];
         const auto [first, last] = layer.found.equal_range(s.code);
         for (auto it = first; it != last; ++it) {
             State& other = layer.states[it->second];
@@ -192,7 +205,9 @@ class SetSearch {
     }
 
     const Graph& g;
-    int words_, width_;
+    int words_, width_, begin_ = 0, end_ = 0;
+    std::vector<int> prefix_;
+    Bits allowed_;
     int64_t level_, above_, most_;
     int64_t next_ = INT64_MAX;  // Least step that was refused.
     int64_t waiting_ = 0;       // States in layers_.

@@ -73,7 +73,7 @@ class CompiledOrder:
     def anneal(
         self, orders: Sequence[Sequence[int]], seconds: float | None, bound: int, patience: int, seed: int
     ) -> tuple[list[int], int]:
-        """The best order met from ``orders`` on, and its peak; ends at ``bound`` or after so many idle rounds."""
+        """The best order met from ``orders`` on, and its peak; ends at ``bound`` or after so many starts in vain."""
         sequences = np.array([list(o) for o in orders], dtype=np.int32)
         peak = self._call(
             "order_anneal", sequences, ctypes.c_int(len(sequences)), ctypes.c_double(_limit(seconds)), ctypes.c_int64(bound),

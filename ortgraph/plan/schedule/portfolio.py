@@ -15,7 +15,7 @@ from ortgraph.plan.simulate import simulate
 _CONSTRUCTORS = (("depth-first", depth_first_order), ("list", list_order), ("least-peak", least_peak_order))
 # (width, level over the bound up to which peaks are not told apart); wider beams are slower and often no better.
 _BEAMS = ((1, 1.0), (2, 1.0), (5, 1.0), (20, 1.0), (20, 1.05))
-_PATIENCE = 30  # Rounds of a million moves without a better order.
+_PATIENCE = 4  # Times that annealing starts again without finding a better order.
 _MEMORY = 200 << 20  # Bytes of sets in the attempts at a proof.
 _PROBES = 12  # Such attempts.
 
