@@ -28,12 +28,15 @@ class GraphProblem:
         nodes: The node of each operation.
         storages: The storage (first value) of each planned value.
         views: Reshape-like nodes, in order.
+        scratch: Bytes of kernel temporaries of each operation. They are outside the arena, whose pages stay resident, so
+            the largest adds to the arena whenever it occurs; the operations themselves have none.
     """
 
     operations: OperationGraph
     nodes: tuple[ir.Node, ...]
     storages: tuple[ir.Value, ...]
     views: tuple[ir.Node, ...]
+    scratch: tuple[int, ...]
 
 
 def graph_problem(
@@ -92,12 +95,12 @@ def graph_problem(
                 tuple(sorted(index[s] for s in reads[i] if s in index)),
                 tuple(index[o] for o in node.outputs if o in index),
                 _repeatable(live, node, captured),
-                predict(node).scratch,
-                _in_place(live, node, index, values),
-                tuple(sorted(j for j in after if j < i)),
+                inplace=_in_place(live, node, index, values),
+                after=tuple(sorted(j for j in after if j < i)),
             )
         )
-    return GraphProblem(OperationGraph(tuple(operations), tuple(values)), nodes, tuple(storages), views)
+    scratch = tuple(predict(node).scratch for node in nodes)
+    return GraphProblem(OperationGraph(tuple(operations), tuple(values)), nodes, tuple(storages), views, scratch)
 
 
 def is_view(live: Liveness, node: ir.Node) -> bool:

@@ -32,7 +32,7 @@ class ProgramPlan:
     Attributes:
         program: ``step`` or ``gradients``.
         problem: Operations, values and their nodes; the given order has updates moved (``order_updates``).
-        budget: Bytes for the arena; None without a budget.
+        budget: Bytes for the arena and the largest kernel scratch; None without a budget.
         sequence: Operations in the planned order, recomputations included.
         before: Profile of the given order.
         after: Profile of the sequence.
@@ -63,7 +63,7 @@ class ProgramPlan:
     @property
     def scratch_bytes(self) -> int:
         """The largest scratch of one operation: kernel temporaries, outside the arena."""
-        return max((o.scratch for o in self.problem.operations.operations), default=0)
+        return max(self.problem.scratch, default=0)
 
 
 def programs_of(graph: TrainingGraph) -> tuple[str, ...]:
@@ -159,11 +159,12 @@ def replan(plan: ProgramPlan, budget: str | int, seconds: float = 5.0, reorder: 
         InputError: It is not understood.
     """
     start = time.perf_counter()
-    limit = budget_bytes(budget, plan.before.peak)
+    scratch = plan.scratch_bytes
+    limit = budget_bytes(budget, plan.before.peak + scratch)
     sequence, after = tuple(plan.problem.operations.given_order()), plan.before
     arena, solver = plan.arena_before, "given order"
-    if max(after.peak, arena.arena_bytes) > limit:
-        sequence, after, arena, solver = _fit(plan.problem, limit, seconds, reorder)
+    if arena.arena_bytes + scratch > limit:
+        sequence, after, arena, solver = _fit(plan.problem, limit - scratch, seconds, reorder, scratch)
     return dataclasses.replace(
         plan, budget=limit, sequence=sequence, after=after, arena=arena, solver=solver,
         seconds=plan.seconds + time.perf_counter() - start,
@@ -171,9 +172,13 @@ def replan(plan: ProgramPlan, budget: str | int, seconds: float = 5.0, reorder: 
 
 
 def _fit(
-    problem: GraphProblem, limit: int, seconds: float, reorder: bool
+    problem: GraphProblem, limit: int, seconds: float, reorder: bool, scratch: int
 ) -> tuple[tuple[int, ...], Profile, MemorySolution, str]:
     """A sequence whose placed arena is within the limit; the solver's target goes down by what placement adds."""
+    if limit <= 0:
+        raise PlanError(
+            f"a budget of {limit + scratch} bytes is infeasible: one kernel alone needs {scratch} as scratch"
+        )
     target = limit
     for _ in range(_PLACEMENTS):
         found = solve(RecomputeProblem(problem.operations, target), seconds, reorder)

@@ -107,8 +107,12 @@ def test_a_wide_budget_changes_nothing() -> None:
 
 def test_an_infeasible_budget_names_what_sets_the_floor() -> None:
     graph, _ = captured()
-    with pytest.raises(OrtgraphError, match=r"budget of 4096 bytes is infeasible: '.+' need"):
-        ortgraph.optimize(graph, "O2", optimizer=AdamW(lr=1e-2), memory_budget=4096)
+    plan = plan_program(optimized(0.0, AdamW(lr=1e-2), None))
+    below = plan.floor.bytes + plan.scratch_bytes - 64
+    with pytest.raises(OrtgraphError, match=r"is infeasible: '.+' need"):
+        ortgraph.optimize(graph, "O2", optimizer=AdamW(lr=1e-2), memory_budget=below)
+    with pytest.raises(OrtgraphError, match="is infeasible"):
+        ortgraph.optimize(graph, "O2", optimizer=AdamW(lr=1e-2), memory_budget=64)
 
 
 @pytest.mark.parametrize("budget", ["", "much", "-5%", "0", "0%", "1.5", "5 apples", True, "1e3"])
@@ -161,8 +165,8 @@ def test_the_plan_says_what_it_predicts() -> None:
     graph, _ = captured()
     lowered = ortgraph.optimize(graph, "O2").graph
     plan = plan_program(lowered, "70%")
-    assert plan.after.peak <= plan.budget == int(0.7 * plan.before.peak)
-    assert plan.arena.arena_bytes <= plan.budget and plan.recomputed > 0
+    assert plan.after.peak <= plan.budget == int(0.7 * (plan.before.peak + plan.scratch_bytes))
+    assert plan.arena.arena_bytes + plan.scratch_bytes <= plan.budget and plan.recomputed > 0
     assert plan.after.overhead > 0 and plan.floor.bytes <= plan.after.peak
     with pytest.raises(PlanError, match="infeasible"):
         plan_program(lowered, "1%")
