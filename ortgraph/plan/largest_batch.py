@@ -13,6 +13,7 @@ from ortgraph.plan.footprint import Footprint, footprint
 from ortgraph.plan.program_plan import ProgramPlan, plan_program, replan
 from ortgraph.plan.ready import free_dimensions, ready_graph
 
+_PROBES = (16, 8, 4)
 _LARGEST = 1 << 20  # a model whose step does not grow with the batch fits any
 
 
@@ -23,7 +24,7 @@ class BatchFit:
     Attributes:
         size: Of the dimension.
         fixed: Memory outside the arena.
-        least: Bytes that no plan goes below: fixed and the memory floor.
+        least: Bytes that no plan goes below: fixed, memory floor, largest kernel scratch.
         needed: Bytes of the whole step: fixed, arena, largest kernel scratch; ``least`` without a plan.
         plan: The plan that fits; None when none does.
         graph: The graph that the plan is of; None without a plan.
@@ -116,19 +117,30 @@ def largest_batch(
         fits[size] = _fit(ready, size, limit, max_overhead, seconds, reorder, program)
         return fits[size].plan is not None
 
-    low, high = 0, 1
-    while low < largest and try_size(high):
-        low, high = high, min(largest, _larger(list(fits.values()), limit))
-    if low == 0:
+    def search(low: int) -> int:
+        """Grow from a size that fits, then bisect: the size returned fits, the next one does not."""
+        high = min((n for n, fit in fits.items() if n > low and fit.plan is None), default=None)
+        while high is None and low < largest:
+            size = min(largest, _larger([fit for fit in fits.values() if fit.plan is not None], limit))
+            low, high = (size, None) if try_size(size) else (low, size)
+        while high is not None and high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if try_size(middle) else (low, middle)
+        return low
+
+    if not try_size(1):
         raise PlanError(f"{dim}=1 does not fit into {size_text(limit)}: {fits[1].reason}", "give more memory")
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if try_size(middle) else (low, middle)
+    low = search(1)
+    for part in _PROBES:  # a search within a budget may fail at one size and not at a larger one
+        size = low + -(-low // part)
+        if size <= largest and size not in fits and fits[low + 1].least <= limit and try_size(size):
+            low = search(size)
     return LargestBatch(dim, limit, fits[low], fits.get(low + 1), tuple(fits))
 
 
 def _larger(fits: list[BatchFit], limit: int) -> int:
-    """A size to try next: where the least need reaches the limit if it grows in proportion, at least twice the last."""
+    """A size to try next: where the least need reaches the limit if it grows in proportion, at least twice the largest."""
+    fits = sorted(fits, key=lambda fit: fit.size)
     last = fits[-1]
     if len(fits) < 2:
         return 2 * last.size
@@ -161,26 +173,18 @@ def _fit(
 ) -> BatchFit:
     fixed = footprint(graph)
     plan = plan_program(graph, program=program)
-    room, least = limit - fixed.total, fixed.total + plan.floor.bytes
+    room, least = limit - fixed.total, fixed.total + plan.floor.bytes + plan.scratch_bytes
 
     def misfit(reason: str) -> BatchFit:
         return BatchFit(size, fixed, least, least, None, None, f"{reason}; {_outside(fixed)}")
 
-    if room < plan.floor.bytes:
+    if limit < least:
         return misfit(_too_small(plan, room))
-    # The peak that the search keeps below the budget has the scratch in it already, the arena has not.
-    for spare in dict.fromkeys((0, plan.scratch_bytes)):
-        if room <= spare:
-            return misfit(f"kernel scratch alone takes {size_text(spare)}")
-        try:
-            plan = replan(plan, room - spare, seconds, reorder)
-        except PlanError as error:
-            return misfit(error.what)
-        needed = fixed.total + plan.arena.arena_bytes + plan.scratch_bytes
-        if needed <= limit:
-            break
-    else:
-        return misfit(f"with kernel scratch {size_text(needed)} are needed")
+    try:
+        plan = replan(plan, room, seconds, reorder)
+    except PlanError as error:
+        return misfit(error.what)
+    needed = fixed.total + plan.arena.arena_bytes + plan.scratch_bytes
     if max_overhead is not None and plan.after.overhead > max_overhead:
         return misfit(f"it takes {plan.after.overhead:.1%} more predicted time, over the {max_overhead:.1%} allowed")
     return BatchFit(size, fixed, least, needed, plan, graph)
@@ -190,7 +194,8 @@ def _too_small(plan: ProgramPlan, room: int) -> str:
     names = [plan.problem.operations.operations[i].name for i in plan.floor.operations]
     cause = f" ({names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} set that floor)" if names else ""
     left = f"{size_text(room)} are left" if room > 0 else "nothing is left"
-    return f"no plan goes below {size_text(plan.floor.bytes)}{cause} and {left} for it"
+    least = size_text(plan.floor.bytes + plan.scratch_bytes)
+    return f"no plan goes below {least}{cause} and {left} for it"
 
 
 def _outside(fixed: Footprint) -> str:

@@ -82,8 +82,9 @@ def sweep_plan(
     tell: Callable[[str], None] = lambda text: None,
 ) -> Sweep:
     """``sweep`` from a plan that exists."""
-    given = replan(given, max(given.before.peak, given.arena_before.arena_bytes))
-    top, floor = given.budget or 0, given.floor.bytes
+    scratch = given.scratch_bytes
+    top, floor = given.arena_before.arena_bytes + scratch, given.floor.bytes + scratch
+    given = replan(given, top)
     budgets = [top - (top - floor) * k // (points - 1) for k in range(points)]
     found = []
     for budget in dict.fromkeys(budgets):

@@ -195,7 +195,8 @@ def sweep_rows(swept: Sweep) -> list[tuple[str, ...]]:
     """SWEEP_COLUMNS per budget."""
     rows = []
     for point in swept.points:
-        share = f"{point.budget / swept.given.before.peak:.1%}" if swept.given.before.peak else ""
+        whole = swept.given.before.peak + swept.given.scratch_bytes
+        share = f"{point.budget / whole:.1%}" if whole else ""
         head = (size_text(point.budget), share)
         plan = point.plan
         if plan is None:

@@ -93,6 +93,7 @@ def _timeline_chart(
         " · always there, not to scale"
     )
     unit, scale = size_unit(top)
+    scratch = facts.plan.scratch_bytes
     return stacked_chart(
         title,
         {role: (band / scale).tolist() for role, band in picture.bands.items()},
@@ -101,9 +102,14 @@ def _timeline_chart(
         top=top / scale,
         peak=(picture.peak_step, memory.peak_label(picture, order, facts.plan)),
         border=None if picture.backward_step is None else (picture.backward_step, "forward", "backward"),
-        limit=None if budget is None else (budget / scale, f"budget {size_text(budget)}"),
+        limit=None if budget is None else ((budget - scratch) / scale, budget_label(budget, scratch)),
         base=base,
     )
+
+
+def budget_label(budget: int, scratch: int) -> str:
+    """Text at the line of a budget; what kernels need as scratch is not left for values."""
+    return f"budget {size_text(budget)}" + (f" less {size_text(scratch)} scratch" if scratch else "")
 
 
 def _add_peaks(page: Page, facts: MemoryFacts) -> None:
@@ -116,7 +122,7 @@ def _add_peaks(page: Page, facts: MemoryFacts) -> None:
 def _add_sweep(page: Page, swept: Sweep, facts: MemoryFacts) -> None:
     page.section("Budget against time")
     page.text(
-        "Each dot is a plan of its own: the arena that it may take, and how much more time the cost table predicts. "
+        "Each dot is a plan of its own: what arena and kernel scratch may take, and how much more time is predicted. "
         "Crosses are budgets for which no plan was found.",
         note=True,
     )
@@ -128,10 +134,11 @@ def sweep_chart(swept: Sweep, order_bound: int | None = None, budget: int | None
     """The trade-off curve: budget against predicted overhead."""
     unit, scale = size_unit(swept.given.before.peak)
     found = [(p.budget / scale, 100 * p.plan.after.overhead, "") for p in reversed(swept.points) if p.plan is not None]
+    scratch = swept.given.scratch_bytes
     marks = [
-        (swept.given.floor.bytes / scale, "floor"),
-        (swept.given.before.peak / scale, "given order"),
-        *([(order_bound / scale, "order bound")] if order_bound is not None else []),
+        ((swept.given.floor.bytes + scratch) / scale, "floor"),
+        ((swept.given.before.peak + scratch) / scale, "given order"),
+        *([((order_bound + scratch) / scale, "order bound")] if order_bound is not None else []),
         *([(budget / scale, "budget")] if budget is not None else []),
     ]
     missing = [p.budget / scale for p in swept.points if p.plan is None]

@@ -136,13 +136,13 @@ def _base_strip(text: str) -> str:
     )
 
 
-def _round_top(largest: float) -> float:
+def _round_top(largest: float, room: float = 1.1) -> float:
     """The upper end of an axis from zero whose quarters are round numbers, with room for a label above ``largest``."""
     if largest <= 0:
         return 1.0
-    step = 1.1 * largest / 4
+    step = room * largest / 4
     scale = 10.0 ** math.floor(math.log10(step))
-    return 4 * scale * next(m for m in (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 12) if m * scale >= step)
+    return 4 * scale * next(m for m in (1, 1.2, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 10, 12) if m * scale >= step)
 
 
 def _columns(total: Sequence[float]) -> list[tuple[int, int]]:
@@ -191,7 +191,7 @@ def curve_chart(
     xs = [*(p[0] for p in points), *(m[0] for m in marks), *missing]
     if not xs:
         return _frame(title, _text(_WIDTH / 2, _HEIGHT / 2, "no values", "middle"))
-    low, high = min(0.0, *xs), _round_top(max(xs))
+    low, high = min(0.0, *xs), _round_top(max(xs), room=1.0)
     top = _round_top(max((p[1] for p in points), default=0.0))
     parts = [_axes(low, high, 0, top, x_label, y_label)]
     for k, (x, label) in enumerate(sorted(marks)):

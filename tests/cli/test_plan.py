@@ -72,7 +72,8 @@ def test_figures_are_those_of_the_planner(cli, step_file):
     assert found["program"] == "step" and found["budget"] == plan.budget
     assert found["peak"]["given"] == plan.before.peak and found["peak"]["planned"] == plan.after.peak
     assert found["peak"]["floor"] == plan.floor.bytes <= found["peak"]["order_bound"] <= plan.before.peak
-    assert found["arena"]["planned"] == plan.arena.arena_bytes <= plan.budget < found["arena"]["given"]
+    assert found["arena"]["planned"] == plan.arena.arena_bytes < found["arena"]["given"]
+    assert found["scratch"] == plan.scratch_bytes <= plan.budget - plan.arena.arena_bytes
     assert found["overhead"] == pytest.approx(plan.after.overhead)
     assert sum(found["recomputed"].values()) == plan.recomputed > 0
     assert found["microseconds"]["planned"] > found["microseconds"]["given"] > 0
@@ -135,7 +136,11 @@ def test_measured_beside_planned(cli, step_file):
 def test_sweep_as_json(cli, step_file):
     found = cli("plan", step_file, "--sweep", "--points", 4, "--seconds", 1, "--json").json
     points = found["sweep"]
-    assert len(points) == 4 and points[0]["overhead"] == 0 and points[-1]["budget"] == found["peak"]["floor"]
+    assert (
+        len(points) == 4
+        and points[0]["overhead"] == 0
+        and points[-1]["budget"] == found["peak"]["floor"] + found["scratch"]
+    )
     assert all((p["overhead"] is None) == bool(p["reason"]) for p in points)
 
 
@@ -218,8 +223,11 @@ def test_symbolic_shapes_need_sizes(cli, free_file):
     assert ran.code == 2 and "batch is symbolic" in ran.err and "--shapes" in ran.err
 
 
-def test_an_infeasible_budget_names_operations_or_what_is_kept(cli, step_file):
+def test_an_infeasible_budget_names_what_sets_the_floor(cli, step_file):
     ran = cli("plan", step_file, "--memory-budget", "1kB")
+    assert ran.code == 1 and "infeasible" in ran.err
+    found = cli("plan", step_file, "--json").json
+    ran = cli("plan", step_file, "--memory-budget", found["peak"]["floor"] + found["scratch"] - 64)
     assert (
         ran.code == 1 and re.search(r"infeasible: ('.+' need|the values kept)", ran.err) and "give at least" in ran.err
     )
