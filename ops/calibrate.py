@@ -132,12 +132,15 @@ CASES: tuple[Case, ...] = (
 )
 
 
-def measure(target: str = TRAINING, threads: int = 2) -> Iterator[tuple[str, dict[str, float]]]:
+def measure(
+    target: str = TRAINING, threads: int = 2, advance: Callable[[], object] = lambda: None
+) -> Iterator[tuple[str, dict[str, float]]]:
     """(``Operator.alternative``, entry) of every alternative that runs here.
 
     Args:
         target: Operators of which runtime; the runtime that is installed does the running.
         threads: Threads of one operator.
+        advance: Called after each operator.
     """
     for case in CASES:
         small, large = (_points(case, size, target, threads) for size in (0, 1))
@@ -152,6 +155,7 @@ def measure(target: str = TRAINING, threads: int = 2) -> Iterator[tuple[str, dic
                 "scratch_per_element": round(scratch, 2),
             }
             yield name, entry
+        advance()
 
 
 def machine(threads: int = 2) -> dict[str, object]:

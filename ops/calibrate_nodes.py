@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -25,9 +26,13 @@ from ortgraph.ops.targets import reason_not_run
 from ortgraph.ops.work import TERMS, Work, work_of
 
 logger = logging.getLogger(__name__)
-_POOL = 24 << 20  # bytes that inputs and outputs rotate through; weights and states of an update through four times that
-_BYTES, _COPIES = 6 << 20, 16  # a run moves so many bytes, if that takes no more copies: short runs are seldom disturbed
+_POOL = 24 << 20  # bytes that inputs and outputs rotate through; weights and states of an update through more
+_BYTES, _COPIES = (
+    6 << 20,
+    16,
+)  # a run moves so many bytes, if that takes no more copies: short runs are seldom disturbed
 _TRIES, _RUNS, _AGREE = 10, 40, 3
+_RUNS_BUSY = 400  # where others want the processors too, few runs have all of them, and slower ones agree as well
 _OPSET = 18
 # Operators nobody measured are priced like one of their class.
 _LIKE = {
@@ -66,10 +71,9 @@ class Sample:
         self.shortest = sorted((*self.shortest, seconds))[:_AGREE]
         self.runs += 1
 
-    @property
-    def settled(self) -> bool:
-        """Whether the shortest runs agree: on a busy machine few runs have it for themselves."""
-        return self.runs >= _RUNS and self.shortest[-1] <= 1.04 * self.shortest[0]
+    def settled(self, runs: int) -> bool:
+        """Whether the shortest runs agree, after so many at least."""
+        return self.runs >= runs and self.shortest[-1] <= 1.04 * self.shortest[0]
 
     def microseconds(self, overhead: float = 0.0) -> float:
         """Of one copy; ``overhead`` is what a run takes by itself."""
@@ -107,7 +111,7 @@ def measure_nodes(
         cases: Operators priced by size.
         products: Also fit products and convolutions.
     """
-    pools = {cold: (Pool(size), Pool(size)) for cold, size in ((False, _POOL // 2), (True, 2 * _POOL))}
+    pools = {False: (Pool(_POOL), Pool(_POOL // 2)), True: (Pool(2 * _POOL), Pool(2 * _POOL))}
     graphs = [g for case in cases if _usable(case, target) for g in _sizes(case)]
     if products:
         graphs += [_product(*p, a, b) for p in PRODUCTS for a in (0, 1) for b in (0, 1)]
@@ -116,15 +120,23 @@ def measure_nodes(
     tiny = case_graph(Case("Neg", lambda size: ((8,),), domain=""), 0, None)
     one, many = (_sample(*tiny, threads, pools, copies) for copies in (1, _COPIES))
     end, rounds = time.perf_counter() + seconds, 0
+    needed = _RUNS_BUSY if is_busy() else _RUNS
     open_samples = [one, many, *samples]
     while open_samples and (rounds < 2 or time.perf_counter() < end):
         rounds += 1
         for sample in open_samples:
             for _ in range(_TRIES):
                 sample.measure()
-        open_samples = [s for s in open_samples if not s.settled]
+        open_samples = [s for s in open_samples if not s.settled(needed)]
     logger.info("%d of %d operators settled in %d rounds", len(samples) - len(open_samples), len(samples), rounds)
-    return prices(samples, max(0.0, (_COPIES * one.microseconds() - _COPIES * many.microseconds()) / (_COPIES - 1)))
+    overhead = max(0.0, _COPIES * (one.microseconds() - many.microseconds()) / (_COPIES - 1))
+    free = {"points": [[0, round(many.microseconds(overhead), 2)]]}  # an alias: what any node takes
+    return dict(sorted({**prices(samples, overhead), "free": free}.items()))
+
+
+def is_busy() -> bool:
+    """Whether other processes have kept this machine's processors busy in the last minute."""
+    return hasattr(os, "getloadavg") and os.getloadavg()[0] > 0.6 * (os.cpu_count() or 1)
 
 
 def prices(samples: Sequence[Sample], overhead: float = 0.0) -> dict[str, dict[str, object]]:
@@ -138,7 +150,6 @@ def prices(samples: Sequence[Sample], overhead: float = 0.0) -> dict[str, dict[s
     for name, like in _LIKE.items():
         if like in found:
             found[name] = {**found[like], "like": like}
-    found["free"] = found.get("free", {"points": [[0, 3.0]]})
     return dict(sorted(found.items()))
 
 
@@ -174,7 +185,7 @@ def non_negative_least_squares(a: np.ndarray, b: np.ndarray, sweeps: int = 3000)
 
 
 def _usable(case: Case, target: str) -> bool:
-    node = ir.node(case.op_type, [], domain=case.domain)
+    node = next(iter(case_graph(case, 0, None)[0]))
     if case.domain == KERNELS and not kernels.available():
         return False
     return lookup(case.domain, case.op_type).known and reason_not_run(node, target, _OPSET) is None

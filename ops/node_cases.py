@@ -46,7 +46,10 @@ def _elementwise() -> Iterator[Case]:
     yield _case("Add", _of(rows, "x", "1"))
     yield _case("Mul", _of(rows, "x", "s"))
     yield _case("Div", same(2))
-    yield from (_case(op, same(1)) for op in ("Neg", "Relu", "Sqrt", "Reciprocal", "Exp", "Log", "Erf", "Tanh", "Sigmoid", "Sin"))
+    yield from (
+        _case(op, same(1))
+        for op in ("Neg", "Relu", "Sqrt", "Reciprocal", "Exp", "Log", "Erf", "Tanh", "Sigmoid", "Sin")
+    )
     yield _case("Pow", _of(rows, "x", "s"))
     yield from (_case(op, same(2)) for op in ("Greater", "Equal"))
     yield _case("Where", same(3), booleans=frozenset({0}))
@@ -95,7 +98,9 @@ def _rows() -> Iterator[Case]:
     yield _case("LayerNormGrad", _of(rows, "x", "x", "1", "1", "w"), KERNELS, 3, **last)
     for op in ("LayerNormGradAdd", "AddLayerNormGrad"):
         yield _case(op, _of(rows, "x", "x", "1", "1", "w", "x"), KERNELS, 3, **last)
-    yield _case("BatchNormalizationGrad", _of(images, "x", "x", "c", "c", "c"), CONTRIB, 3, attributes={"epsilon": 1e-5})
+    yield _case(
+        "BatchNormalizationGrad", _of(images, "x", "x", "c", "c", "c"), CONTRIB, 3, attributes={"epsilon": 1e-5}
+    )
     yield _case("BatchNormalization", _of(images, "x", "c", "c", "c", "c"), outputs=3, attributes={"training_mode": 1})
 
 
@@ -109,7 +114,7 @@ def _movement() -> Iterator[Case]:
     yield _case("Split", same(1), outputs=2, attributes={"num_outputs": 2, "axis": -1})
     yield _case("Slice", _one_int(rows, 3), constants={1: [0], 2: [-1], 3: [1]})
     yield _case("Pad", _of(rows, "x", "4"), constants={1: [1, 0, 1, 0]})
-    yield _case("Gather", lambda size: ((4096, rows[size][1]), rows[size][:1]), integers={1: 4096})
+    yield _case("Gather", lambda size: ((16384, rows[size][1]), rows[size][:1]), integers={1: 16384})
     yield _case("GatherElements", _of(rows, "x", "x"), integers={1: 8}, attributes={"axis": 0})
     yield _case("ScatterElements", _of(rows, "x", "x", "x"), integers={1: 8}, attributes={"axis": 0})
     yield _case("Expand", lambda size: ((1, 16, (1, 32, 512, 4096)[size]), (3,)), constants={1: [32, 1, 1]})
@@ -147,5 +152,7 @@ PRODUCTS: tuple[tuple[int, int, int, int], ...] = (
 CONVOLUTIONS: tuple[tuple[int, int, int, int, int, int, int], ...] = (
     (1, 4, 4, 8, 3, 1, 1), (4, 16, 16, 32, 3, 1, 1), (8, 32, 32, 28, 3, 1, 1), (8, 64, 128, 28, 3, 2, 1),
     (8, 64, 64, 28, 1, 1, 1), (8, 128, 256, 14, 1, 1, 1), (4, 256, 256, 7, 3, 1, 1), (4, 3, 32, 64, 7, 2, 1),
-    (4, 64, 64, 28, 3, 1, 64), (8, 128, 128, 14, 3, 1, 128),
+    (8, 64, 64, 56, 3, 1, 1), (2, 16, 300, 16, 3, 1, 1),
+    (4, 64, 64, 28, 3, 1, 64), (8, 128, 128, 14, 3, 1, 128), (2, 8, 8, 16, 3, 1, 8), (4, 32, 32, 56, 3, 2, 32),
+    (4, 64, 64, 28, 3, 1, 4), (8, 128, 128, 14, 3, 1, 8), (2, 32, 32, 14, 5, 1, 2),
 )  # fmt: skip

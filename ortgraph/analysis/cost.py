@@ -14,9 +14,8 @@ import onnx_ir as ir
 from ortgraph.errors import InputError
 from ortgraph.ops import work as facts
 from ortgraph.ops.alternatives import Cost
+from ortgraph.ops.cost_file import SHIPPED, machine_table
 from ortgraph.ops.scratch import scratch_bytes
-
-SHIPPED_TABLE = pathlib.Path(facts.__file__).with_name("node_cost_table.json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +39,10 @@ def predict(node: ir.Node, table: NodeCostTable | None = None, threads: int = 2)
 
     Args:
         node: Any node of a lowered graph; dimensions that are not known count as 64.
-        table: Prices; None means those shipped with the package (2 threads).
+        table: Prices; None means ``default_table()``.
         threads: Threads of one operator; a few kernels need scratch for each.
     """
-    table = table or load_node_table()
+    table = table or default_table()
     work = facts.work_of(node)
     entry = next((table.entries[name] for name in work.names if name in table.entries), table.entries["other"])
     return Cost(_microseconds(entry, work), work.moved, scratch_bytes(node, threads))
@@ -56,10 +55,15 @@ def _microseconds(entry: Mapping[str, Any], work: facts.Work) -> float:
     points = entry["points"]
     if work.moved <= points[0][0] or len(points) == 1:
         return points[0][1]
-    for (low, before), (high, after) in zip(points, points[1:], strict=False):
-        if work.moved <= high:
-            break
+    i = next((i for i in range(1, len(points)) if work.moved <= points[i][0]), len(points) - 1)
+    (low, before), (high, after) = points[i - 1], points[i]
     return before + (after - before) * (work.moved - low) / (high - low)
+
+
+@functools.cache
+def default_table() -> NodeCostTable:
+    """What ``ortgraph calibrate`` measured on this machine, else the table shipped with the package (2 threads)."""
+    return load_node_table(machine_table())
 
 
 def load_node_table(path: str = "") -> NodeCostTable:
@@ -68,13 +72,13 @@ def load_node_table(path: str = "") -> NodeCostTable:
     Raises:
         InputError: The file is missing or is not such a table.
     """
-    return _load(str(path or SHIPPED_TABLE))
+    return _load(str(path or SHIPPED))
 
 
 @functools.lru_cache(maxsize=8)
 def _load(path: str) -> NodeCostTable:
     try:
-        entries = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))["entries"]
+        entries = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))["nodes"]
         if "other" not in entries or not all("points" in entry or "terms" in entry for entry in entries.values()):
             raise ValueError("an entry lacks points or terms, or there is none for 'other'")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

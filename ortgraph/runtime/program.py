@@ -24,7 +24,7 @@ from ortgraph.plan.memory.placement import METADATA_KEY, Placement, place_values
 from ortgraph.plan.schedule import order_updates
 from ortgraph.runtime.arena import Memory
 from ortgraph.runtime.limits import refuse_limits
-from ortgraph.runtime.options import session_options
+from ortgraph.runtime.options import run_options, session_options
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -230,8 +230,17 @@ class Program:
         found = self.inputs.get(name)
         return self._memory.persistent[name] if found is None else found
 
-    def run(self) -> None:
+    def arena_range(self) -> tuple[int, int]:
+        """Address and bytes of the arena, with everything bound to it."""
+        if self._session is not None:
+            self._bound_session()
+        return self._memory.arena.address, self._memory.arena.nbytes
+
+    def run(self, shrink: bool = False) -> None:
         """Run once on what the input buffers hold, then copy the updates that could not be written in place.
+
+        Args:
+            shrink: Let the runtime give back what it keeps for kernel temporaries at the end.
 
         Raises:
             BatchError: An operator refuses the batch's values, such as an index out of range.
@@ -242,15 +251,15 @@ class Program:
                 binding.bind_output(name, "cpu", 0)
             if self._poison:
                 self._memory.arena.poison()
-            self._run_bound(binding)
+            self._run_bound(binding, shrink)
         staged = [(self._memory.persistent[old], self._source(new)) for old, new in self.placement.copies]
         for target, source in staged:
             target[...] = source
 
-    def _run_bound(self, binding: onnxruntime.IOBinding) -> None:
+    def _run_bound(self, binding: onnxruntime.IOBinding, shrink: bool = False) -> None:
         assert self._session is not None
         try:
-            self._session.run_with_iobinding(binding)
+            self._session.run_with_iobinding(binding, run_options(shrink))
         except Exception as error:  # noqa: BLE001 - the runtime's exception types are private; the cause is chained
             text = str(error).strip()
             values = any(word in text.lower() for word in ("out of", "outside", "must be within", "indices"))

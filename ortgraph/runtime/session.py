@@ -172,6 +172,10 @@ class TrainingSession(SessionState):
         names = dict.fromkeys(name for _, name in self.signature.graph_outputs())
         return {name: program.value(name).copy() for name in names}
 
+    def program(self, kind: str, batch: Batch) -> Program:
+        """The program of a kind for this batch's shapes, made if need be, with the batch in its input buffers."""
+        return self._ready(kind, batch)
+
     def profile(self, batch: Batch, kind: str = "gradients", runs: int = 10) -> list[NodeTime]:
         """Median kernel time per node of ``gradients``, ``loss``, ``evaluate`` or ``step``, in order of execution.
 
