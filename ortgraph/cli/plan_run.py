@@ -151,7 +151,7 @@ def make_views(out: Output, graph: TrainingGraph, request: Request) -> Views:
     order_bound = None
     if request.bound:
         with out.progress("bounding every order"):
-            order_bound = _order_bound(plan)
+            order_bound = _order_bound(plan, request.seconds)
     swept = None
     if request.points is not None:
         with out.progress("sweeping over budgets", total=request.points) as tell:
@@ -187,10 +187,10 @@ def _largest(out: Output, graph: TrainingGraph, request: Request) -> Any:
         )  # fmt: skip
 
 
-def _order_bound(plan: Any) -> int:
+def _order_bound(plan: Any, seconds: float) -> int:
     from ortgraph.plan.schedule import order_bound
 
-    return order_bound(plan.problem.operations)
+    return order_bound(plan.problem.operations, seconds)
 
 
 def show(out: Output, path: pathlib.Path, views: Views) -> None:
@@ -207,7 +207,6 @@ def show(out: Output, path: pathlib.Path, views: Views) -> None:
         out.say(earlier_text(views.earlier))
     columns = memory.figure_columns(facts)
     out.table("One step", columns, memory.figure_rows(facts), right=tuple(range(1, len(columns) - 1)))
-    out.say(memory.gradient_note(facts))
     out.table("Bounds", ("bound", "bytes", "what it says"), memory.bound_rows(facts), right=(1,))
     out.table("Evaluated again", ("operator", "times"), memory.recomputed_rows(facts), right=(1,))
     title = "Largest values at the peak"

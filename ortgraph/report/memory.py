@@ -87,7 +87,9 @@ def figure_rows(facts: MemoryFacts) -> list[tuple[str, ...]]:
     plan, fixed = facts.plan, facts.fixed
     scratch = plan.scratch_bytes
     rows = [(name, size, size, note) for name, size, note in _outside(fixed)]
+    most = [int(picture.bands["gradients"].max(initial=0)) for picture in (facts.given, facts.planned)]
     rows += [
+        ("gradients", *most, f"in the arena, most at once; {size_text(facts.gradients)} in sum"),
         ("activation peak", plan.before.peak, plan.after.peak, _share(plan.after.peak, plan.before.peak)),
         ("arena", plan.arena_before.arena_bytes, plan.arena.arena_bytes, _arena_note(plan)),
         ("kernel scratch", scratch, scratch, "largest temporaries of one kernel, outside the arena"),
@@ -150,15 +152,6 @@ def bound_rows(facts: MemoryFacts) -> list[tuple[str, str, str]]:
     cause = f"{names[0]}{more}" if names else "what is kept after the step"
     rows.append(("floor", size_text(plan.floor.bytes), f"no sequence at all has a smaller peak; set by {cause}"))
     return rows
-
-
-def gradient_note(facts: MemoryFacts) -> str:
-    """Gradients against how many of them live at once."""
-    most = int(facts.planned.bands["gradients"].max(initial=0))
-    text = (
-        f"gradients take {size_text(facts.gradients)} together, at most {size_text(most)} of it at once, in the arena"
-    )
-    return text if most < facts.gradients else f"gradients take {size_text(facts.gradients)}, in the arena"
 
 
 def occupant_rows(picture: Timeline, shown: int = SHOWN) -> list[tuple[str, ...]]:

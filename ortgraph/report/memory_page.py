@@ -62,8 +62,6 @@ def _add_figures(page: Page, facts: MemoryFacts) -> None:
     page.text(f"Program {plan.program}, {len(plan.problem.nodes)} operations{budget}; {plan.solver}.", note=True)
     columns = memory.figure_columns(facts)
     page.table(columns, memory.figure_rows(facts), right=tuple(range(1, len(columns) - 1)))
-    note = memory.gradient_note(facts)
-    page.text(note[0].upper() + note[1:] + ".", note=True)
     page.table(("bound", "bytes", "what it says"), memory.bound_rows(facts), right=(1,))
 
 

@@ -113,6 +113,8 @@ def test_rows_of_a_plan(classifier_graph):
     assert not facts.changed and memory.figure_columns(facts) == ("what", "given order", "")
     rows = {r[0]: r[1:] for r in memory.figure_rows(facts)}
     assert rows["arena"][0] == size_text(plan.arena.arena_bytes)
+    assert rows["gradients"][0] == size_text(int(facts.given.bands["gradients"].max()))
+    assert size_text(facts.gradients) in rows["gradients"][1]
     total = facts.fixed.total + plan.arena.arena_bytes + plan.scratch_bytes
     assert rows["step in total"][0] == size_text(total)
     assert [r[0] for r in memory.bound_rows(facts)] == ["max-load", "order bound", "floor"]
