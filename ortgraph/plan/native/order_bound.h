@@ -7,7 +7,8 @@
 //
 // In place: a value r written over s saves size(r), when s dies with v, that is when its other readers are all in X. Where v
 // has one pair for r and s, and these in no other pair, size(r) [not all other readers of s in X] is one more hyperedge of the
-// cut and size(r) comes off as a constant: exact. Else the most that the pairs could save comes off: still a bound.
+// cut and size(r) comes off as a constant: exact. Else what the pairs save when every input dies that can comes off: the more
+// inputs die, the more is saved, so that is the most, and the term still a bound.
 #pragma once
 
 #include <deque>
@@ -109,6 +110,12 @@ class Bound {
     explicit Bound(const Graph& graph) : g(graph), side_(graph.operations), node_(graph.operations) {
         for (int v = 0; v < g.values; ++v)
             if (g.kept[v]) bound_ += g.size[v];
+        // What one operation touches: the weakest form of its term, and free.
+        for (int i = 0; i < g.operations; ++i) {
+            int64_t touched = g.weight[i] - g.in_place(i, [](int) { return true; });
+            for (int v : row(g.inputs, i)) touched += g.size[v];
+            bound_ = std::max(bound_, touched);
+        }
     }
 
     // Steps of any order: no operation's term exceeds the bytes of its step in any of them.
@@ -214,22 +221,21 @@ class Bound {
         return 0;
     }
 
-    // Constant to take off for what v may write in place; adds the matching edges.
+    // Constant to take off for what v may write in place; adds the matching edges. An input with a reader behind v lives on.
     int64_t in_place(int v, int& nodes, int64_t& fixed) {
-        int64_t saved = 0;
+        const auto can_die = [&](int s) {
+            for (int r : row(g.readers, s))
+                if (r != v && side_[r] == kAfter) return false;
+            return true;
+        };
         const int *first = g.pairs.begin(v), *last = g.pairs.end(v);
         for (const int* p = first; p != last; p += 2) {
-            int same_result = 0, same_source = 0, earlier = 0;
-            for (const int* q = first; q != last; q += 2) {
-                same_result += q[1] == p[1];
-                same_source += q[0] == p[0];
-                earlier += q < p && q[1] == p[1];
-            }
-            if (earlier) continue;  // At most once per result.
-            saved += g.size[p[1]];
-            if (same_result == 1 && same_source == 1) fixed += edge(nodes, 0, g.size[p[1]], false, row(g.readers, p[0]), v);
+            if (!can_die(p[0])) continue;
+            int sharing = 0;
+            for (const int* q = first; q != last; q += 2) sharing += q[0] == p[0] || q[1] == p[1];
+            if (sharing == 1) fixed += edge(nodes, 0, g.size[p[1]], false, row(g.readers, p[0]), v);
         }
-        return saved;
+        return g.in_place(v, can_die);
     }
 
     // The cut found is an executed set for other operations too: bounds their terms from above.

@@ -18,10 +18,10 @@ def order_bound(graph: OperationGraph, seconds: float | None = None, orders: Ite
         peak >= max over v of [outputs(v) + scratch(v) + min over X of (cut(X) - in place(v, X))].
 
     A value pays once however many readers are outside, a kept value pays when its producer is in X: both are edges of an
-    s-t network, and the inner minimum is one max-flow per v. In place(v, X) never exceeds the sizes of the results that v
-    may write over an input that is not kept; where the pair is v's only one for both, it is size * [all other readers in
-    X], which is one more edge. All kept values live together after the last step, so their sum bounds the peak too. Each
-    term bounds by itself: a deadline only makes the maximum smaller.
+    s-t network, and the inner minimum is one max-flow per v. In place(v, X) is largest when every input dies that is not
+    kept and has no reader behind v: that much is taken off as a constant; where a pair shares neither value with another
+    one it is size * [all other readers in X], so one more edge makes it exact. All kept values live together after the
+    last step, so their sum bounds the peak too. Each term bounds by itself: a deadline only makes the maximum smaller.
 
     Operations are tried in the order of what their term can be at most, which any known order and any cut found before
     give: the bytes of a step at which the operation runs, or could run.

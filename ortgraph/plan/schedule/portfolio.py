@@ -15,7 +15,8 @@ from ortgraph.plan.simulate import simulate
 _CONSTRUCTORS = (("depth-first", depth_first_order), ("list", list_order), ("least-peak", least_peak_order))
 # (width, level over the bound up to which peaks are not told apart); wider beams are slower and often no better.
 _BEAMS = ((1, 1.0), (2, 1.0), (5, 1.0), (20, 1.0), (20, 1.05))
-_PATIENCE = 4  # Times that annealing starts again without finding a better order.
+_PATIENCE = 4  # Times that annealing starts again without finding a better order,
+_NEAR = 0.002  # once where the gap is at most this: a proof is likelier then than a better order.
 _MEMORY = 200 << 20  # Bytes of sets in the attempts at a proof.
 _PROBES = 12  # Such attempts.
 
@@ -55,6 +56,9 @@ class _Portfolio:
     def done(self) -> bool:
         return self.peak <= self.bound * (1 + self.tolerance) or self.left() <= 0
 
+    def near(self) -> bool:
+        return self.peak <= (1 + _NEAR) * self.bound
+
     def solution(self) -> OrderSolution:
         bound, seconds = min(self.bound, self.peak), time.monotonic() - self.start
         return OrderSolution(tuple(self.order), self.peak, bound, self.solver, seconds)
@@ -90,7 +94,8 @@ class _Portfolio:
             # Equal starts once; and time to check the answer.
             starts = list({tuple(o): None for o in self.orders})
             limit = 0.98 * self.left() - 4e-5 * len(self.graph.operations)
-            found, _ = search.anneal(starts, limit, self.bound, _PATIENCE, seed=1)
+            patience = 1 if self.near() else _PATIENCE
+            found, _ = search.anneal(starts, limit, self.bound, patience, seed=1)
             self.offer(found, "anneal")
         return self.solution()
 
@@ -103,7 +108,7 @@ class _Portfolio:
     def _prove(self, search: CompiledOrder) -> None:
         """Raise the bound by bisection: with all steps below a level either an order exists or the level is a bound."""
         limit = self.peak  # A level at which the sets were too many.
-        budget = 0.1 * self.left()
+        budget = (0.4 if self.near() else 0.1) * self.left()
         end = time.monotonic() + budget
         for _ in range(_PROBES):
             if self.done() or self.bound >= limit or time.monotonic() >= end:
