@@ -48,13 +48,18 @@ class Arena:
         """Grow to at least ``nbytes``. What was in the arena is lost."""
         if nbytes <= self.nbytes:
             return
-        self._raw = aligned_empty(nbytes)
+        self._raw = aligned_empty(nbytes + ALIGNMENT)  # the last line belongs to nobody: a guard
         self.nbytes = nbytes
         self.generation += 1
 
     @property
     def address(self) -> int:
         return self._raw.ctypes.data
+
+    @property
+    def everything(self) -> np.ndarray:
+        """All bytes, and those of the guard behind them."""
+        return self._raw
 
     def view(self, offset: int, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
         """The value at ``offset``; changes with the next run."""

@@ -23,6 +23,7 @@ from ortgraph.ops.spec import KERNELS
 from ortgraph.plan.memory.placement import METADATA_KEY, Placement, place_values
 from ortgraph.plan.schedule import order_updates
 from ortgraph.runtime.arena import Memory
+from ortgraph.runtime.debug_arena import check_guards, check_program
 from ortgraph.runtime.limits import refuse_limits
 from ortgraph.runtime.options import run_options, session_options
 
@@ -252,9 +253,27 @@ class Program:
             if self._poison:
                 self._memory.arena.poison()
             self._run_bound(binding, shrink)
+            if self._poison:
+                check_guards(self.placement, self._memory.arena.everything, self.name)
+        self.copy_updates()
+
+    def copy_updates(self) -> None:
+        """Copy the updates that could not be written in place; ``run`` ends with it."""
         staged = [(self._memory.persistent[old], self._source(new)) for old, new in self.placement.copies]
         for target, source in staged:
             target[...] = source
+
+    def check(self) -> None:
+        """Run once, node by node, with every byte of the plan checked. See ``ortgraph.runtime.debug_arena``.
+
+        Raises:
+            PlanError: The plan or a kernel is wrong; names node and value.
+        """
+        _, graph, _, _, _, threads = self._made_with
+        self.arena_range()
+        for name in self._unbound:
+            self._binding.bind_output(name, "cpu", 0)  # type: ignore[union-attr]
+        check_program(self, graph.model, threads)
 
     def _run_bound(self, binding: onnxruntime.IOBinding, shrink: bool = False) -> None:
         assert self._session is not None
@@ -286,11 +305,28 @@ class Program:
             position = len(self._bound) + self._unbound.index(name)
             assert self._binding is not None, "the program has not run"
             return self._binding.get_outputs()[position].numpy()
+        return self.array_of(value)
+
+    def array_of(self, value: ir.Value) -> np.ndarray:
+        """A view of the place of a graph input, or of a value that the plan places."""
+        name = value.name or ""
+        if value.is_graph_input():
+            return self._memory_of(name)
         shape, dtype = static_shape(value) or (), value.dtype.numpy()  # type: ignore[union-attr]
         at = self.placement.at_input.get(name)
         if at is not None:
             return self._memory_of(at).reshape(-1).view(dtype).reshape(shape)
         return self._memory.arena.view(self.placement.offsets[name], dtype, shape)
+
+    @property
+    def wanted_values(self) -> tuple[ir.Value, ...]:
+        """The graph outputs that the program computes."""
+        return tuple(self._values.values())
+
+    @property
+    def arena_bytes_now(self) -> np.ndarray:
+        """All bytes of the session's arena, uint8."""
+        return self._memory.arena.everything
 
     def profiled(self, prefix: str) -> Program:
         """The same program on the same memory, with ONNX Runtime writing a profile to a file that starts so."""

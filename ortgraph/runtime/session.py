@@ -40,7 +40,8 @@ class TrainingSession(SessionState):
         threads: Threads of one operator; None means all processors of this process.
         target: ``onnxruntime-training`` or ``onnxruntime``; None means the installed one.
         check_finite: Raise NonFiniteLossError when a step's loss is NaN or infinite.
-        poison: Overwrite the arena before each run (debugging: reads of memory that was not written show).
+        poison: Overwrite the arena with NaN before each run, and check after it that no byte changed that belongs to no
+            value (debugging: reads of memory that was not written show, writes beyond a buffer raise PlanError).
 
     Raises:
         InputError: A parameter or buffer has no value, or its shape does not fit.
@@ -175,6 +176,18 @@ class TrainingSession(SessionState):
     def program(self, kind: str, batch: Batch) -> Program:
         """The program of a kind for this batch's shapes, made if need be, with the batch in its input buffers."""
         return self._ready(kind, batch)
+
+    def check_memory(self, batch: Batch, kind: str = "gradients") -> None:
+        """Run a program once, node by node, and check every byte that it writes (debugging; slow).
+
+        Lifetimes, in-place results, writes outside of buffers and reads of dead memory are checked without trust in the
+        plan. ``step`` and ``accumulate`` change parameters and states.
+
+        Raises:
+            PlanError: The plan or a kernel is wrong; names node and value.
+        """
+        self._set_seed(1.0 / self.accumulation_steps if kind in ("step", "accumulate", "results") else 1.0)
+        self._ready(kind, batch).check()
 
     def profile(self, batch: Batch, kind: str = "gradients", runs: int = 10) -> list[NodeTime]:
         """Median kernel time per node of ``gradients``, ``loss``, ``evaluate`` or ``step``, in order of execution.
