@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -110,13 +111,13 @@ class CompiledOrder:
         function.restype = ctypes.c_int64
         return function(ctypes.byref(self._problem), sequences.ctypes.data_as(ctypes.c_void_p), *arguments)
 
-    def _array(self, items: Sequence[object], dtype: type) -> int:
-        array = np.array(items if len(items) else [0], dtype=dtype)
+    def _array(self, items: Sequence[int], dtype: type) -> int:
+        array: np.ndarray = np.array(items if len(items) else [0], dtype=dtype)
         self._arrays.append(array)  # Keeps the memory alive.
         return array.ctypes.data
 
     def _rows(self, rows: Sequence[Sequence[int]]) -> _Rows:
-        starts = np.cumsum([0, *(len(r) for r in rows)])
+        starts = [0, *itertools.accumulate(len(r) for r in rows)]
         return _Rows(self._array(starts, np.int32), self._array([v for r in rows for v in r], np.int32))
 
 

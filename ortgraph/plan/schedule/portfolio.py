@@ -19,6 +19,7 @@ _PATIENCE = 4  # Times that annealing starts again without finding a better orde
 _NEAR = 0.002  # once where the gap is at most this: a proof is likelier then than a better order.
 _MEMORY = 200 << 20  # Bytes of sets in the attempts at a proof.
 _PROBES = 12  # Such attempts.
+_SHARE, _SHARE_NEAR = 0.1, 0.4  # Of the time, for proofs: by default, and with a small gap.
 
 
 def solve_order(graph: OperationGraph, seconds: float = 10.0, tolerance: float = 0.0) -> OrderSolution:
@@ -33,7 +34,7 @@ def solve_order(graph: OperationGraph, seconds: float = 10.0, tolerance: float =
         tolerance: Ends when the peak exceeds the bound by this share at most.
 
     Returns:
-        The best order found, the given one where nothing beats it. The same each time, unless the limit cut it short.
+        The best order found, the given one where nothing beats it. The same each time, unless time cut a search short.
     """
     return _Portfolio(graph, seconds, tolerance).solve()
 
@@ -47,7 +48,7 @@ class _Portfolio:
         self.order: Sequence[int] = given_order(graph)
         self.peak = simulate(graph, self.order).peak
         self.solver = "given"
-        self.orders = [self.order]
+        self.orders: list[Sequence[int]] = [self.order]
         self.bound = floor_bound(graph)
 
     def left(self) -> float:
@@ -107,19 +108,24 @@ class _Portfolio:
 
     def _prove(self, search: CompiledOrder) -> None:
         """Raise the bound by bisection: with all steps below a level either an order exists or the level is a bound."""
-        limit = self.peak  # A level at which the sets were too many.
-        budget = (0.4 if self.near() else 0.1) * self.left()
-        end = time.monotonic() + budget
-        for _ in range(_PROBES):
-            if self.done() or self.bound >= limit or time.monotonic() >= end:
-                return
-            above = max(self.bound + 1, (self.bound + limit + 1) // 2) if limit < self.peak else self.peak
-            share = min(0.3 * budget, end - time.monotonic())
-            found, proved = search.sets(share, 0, above - 1, above, _MEMORY)
+        total, begin = self.left(), time.monotonic()
+        limit = self.peak + 1  # At this level the sets were too many for the time of a probe.
+
+        def time_left() -> float:
+            return (_SHARE_NEAR if self.near() else _SHARE) * total - (time.monotonic() - begin)
+
+        def probe(above: int, seconds: float) -> bool:
+            found, proved = search.sets(seconds, 0, above - 1, above, _MEMORY)
             self.offer(found, "sets")
-            if found is not None:
-                limit = min(limit, self.peak)
-            elif proved:
-                self.bound = max(self.bound, min(proved, self.peak))
-            else:
-                limit = above - 1
+            self.bound = max(self.bound, min(proved, self.peak))
+            return found is not None or proved > 0
+
+        for _ in range(_PROBES):
+            if self.done() or self.bound + 1 >= limit or time_left() <= 0:
+                break
+            # All the way at first: the proof that nothing is better.
+            above = self.peak if limit > self.peak else (self.bound + limit + 1) // 2
+            if not probe(above, min(0.3 * _SHARE * total, time_left())):
+                limit = above
+        if not self.done() and self.near() and time_left() > 0:
+            probe(self.peak, time_left())
