@@ -25,12 +25,15 @@ import numpy as np
 from ortgraph.errors import RuntimeSetupError
 from ortgraph.plan.operations import OperationGraph
 from ortgraph.plan.recompute.floor import check_floor
+from ortgraph.plan.recompute.greedy import _relieve
 from ortgraph.plan.recompute.problem import RecomputeProblem
 from ortgraph.plan.recompute.solution import RecomputeSolution, make_solution
 from ortgraph.plan.simulate import simulate
 
 _MOMENTS = 40
-_ROUNDS = 60
+_ROUNDS = 100
+_PROGRAM = 0.7  # share of the time; the rest is for greedy drops where the program's sequence is over the budget
+_ONE = 0.5  # share of what is left, for one program
 _INFEASIBLE = 2  # status of scipy.optimize.milp
 
 
@@ -53,49 +56,63 @@ def solve_stages(
     graph = problem.graph
     order = list(graph.given_order() if order is None else order)
     first = simulate(graph, order)
-    best = (max(first.peak - problem.budget, 0), first.cost, order)
+    best: _Best = (max(first.peak - problem.budget, 0), first.cost, order)
     bound = graph.cost
     program = _Program(graph, order)
     moments = [int(np.argmax(first.live))]
-    budgets = {moments[0]: problem.budget}
-    tightened = False
+    room = 0
+    tried: list[tuple[float, list[int]]] = []
     for _ in range(_ROUNDS if best[0] else 0):
-        left = seconds - (time.perf_counter() - start)
+        left = seconds * _PROGRAM - (time.perf_counter() - start)
         if left <= 0:
             break
-        found = program.solve(sorted(moments), budgets, left)
+        found = program.solve(sorted(moments), problem.budget - room, left * _ONE)
+        if not room:
+            bound = max(bound, graph.cost + found.bound)
         if found.memory is None:
             break
-        if not tightened:
-            bound = max(bound, graph.cost + found.bound)
         sequence = program.sequence(sorted(moments), found.memory)
         profile = simulate(graph, sequence)
-        over = max(profile.peak - problem.budget, 0)
-        best = min(best, (over, profile.cost, sequence), key=lambda b: b[:2])
-        if not over:
+        best = _better(problem, best, sequence)
+        over = profile.peak - problem.budget
+        if over <= 0:
             break
-        seen: set[int] = set()
-        where = _next_first(sequence, order, int(np.argmax(profile.live)), seen)
-        if where not in budgets and len(moments) < _MOMENTS:
+        tried.append((profile.cost, sequence))
+        where = _next_first(sequence, program.at, int(np.argmax(profile.live)))
+        if where not in moments and len(moments) < _MOMENTS:
             moments.append(where)
-            budgets[where] = problem.budget
             continue
-        # The peak lies at an evaluation between moments: leave room for it at the moment before and after.
-        tightened = True
-        near = sorted(moments, key=lambda v: (abs(v - where), v))[:2]
-        for v in near:
-            budgets[v] -= max(over // 2, 1)
-    took = time.perf_counter() - start
-    return make_solution(problem, best[2], "stages", took, bound if best[2] is not order or not best[0] else None)
+        # The peak lies at an evaluation between moments: leave room for such.
+        room += max(over // 4, problem.budget // 1000)
+    for _, sequence in sorted(tried) if best[0] else ():
+        best = _better(problem, best, relieve(problem, sequence, start + seconds))
+    return make_solution(problem, best[2], "stages", time.perf_counter() - start, bound)
 
 
-def _next_first(sequence: Sequence[int], order: Sequence[int], step: int, seen: set[int]) -> int:
+_Best = tuple[int, float, list[int]]  # bytes over the budget, cost, sequence
+
+
+def _better(problem: RecomputeProblem, best: _Best, sequence: list[int]) -> _Best:
+    profile = simulate(problem.graph, sequence)
+    return min(best, (max(profile.peak - problem.budget, 0), profile.cost, sequence), key=lambda b: b[:2])
+
+
+def relieve(problem: RecomputeProblem, sequence: Sequence[int], until: float) -> list[int]:
+    """A sequence after greedy drops at its peaks, until it is within the budget, nothing helps, or time is over."""
+    changed = list(sequence)
+    live = simulate(problem.graph, changed).live
+    while live.max(initial=0) > problem.budget and time.perf_counter() < until:
+        step = _relieve(problem.graph, changed, live, problem.budget)
+        if step is None:
+            break
+        changed, live = step
+    return changed
+
+
+def _next_first(sequence: Sequence[int], at: dict[int, int], step: int) -> int:
     """Position in the order of the first evaluation at or after a step (the last one if there is none)."""
     done = set(sequence[:step])
-    for i in sequence[step:]:
-        if i not in done:
-            return order.index(i)
-    return len(order) - 1
+    return next((at[i] for i in sequence[step:] if i not in done), len(at) - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,15 +144,15 @@ class _Program:
                 self.closed[self.at[i]] = min(self.closed[self.at[i]], self.at[j])
         self.once = np.array([not graph.operations[i].recompute for i in self.order])
 
-    def solve(self, moments: Sequence[int], budgets: dict[int, int], seconds: float) -> _Found:
-        """Solve for moments (positions, ascending) with a budget each."""
+    def solve(self, moments: Sequence[int], budget: int, seconds: float) -> _Found:
+        """Solve for moments (positions, ascending)."""
         try:
             from scipy.optimize import Bounds, LinearConstraint, milp
             from scipy.sparse import coo_array
         except ImportError as error:
             raise RuntimeSetupError("the stage program needs SciPy", "pip install scipy") from error
         n, k, count = len(self.order), len(self.graph.values), len(moments)
-        rows, low, high, least, most, cost = self._rows(moments, budgets)
+        rows, low, high, least, most, cost = self._rows(moments, budget)
         where = np.concatenate([r for r, _, _ in rows])
         columns = np.concatenate([c for _, c, _ in rows])
         factors = np.concatenate([f for _, _, f in rows])
@@ -155,7 +172,7 @@ class _Program:
         memory = [result.x[s * (n + k) + n : (s + 1) * (n + k)] > 0.5 for s in range(count)]
         return _Found(memory, max(0.0, proven - first - 1e-6) * self.cost)
 
-    def _rows(self, moments: Sequence[int], budgets: dict[int, int]):
+    def _rows(self, moments: Sequence[int], budget: int):
         """Rows as (row, column, factor) triples, their limits, limits of the variables, and costs.
 
         Variables of stage s: evaluations by position, then values in memory at the moment that begins it.
@@ -201,7 +218,7 @@ class _Program:
             inplace = sum({r: graph.values[r].size for _, r in operation.inplace}.values())
             rows.append((np.full(k, total), m + np.arange(k), self.sizes))
             low.append(np.array([-np.inf]))
-            high.append(np.array([(budgets[v] - operation.scratch + inplace) / self.unit]))
+            high.append(np.array([(budget - operation.scratch + inplace) / self.unit]))
             total += 1
         if self.kept.size:
             add([m + self.kept, e + self.made_at[self.kept]], [1, 1], 1, np.inf)
@@ -222,6 +239,10 @@ class _Program:
             dropped[list(self.graph.operations[i].outputs)] = False
 
         for p, i in enumerate(self.order):
+            # What is in memory at a moment may be evaluated in the stage before it, from what is dropped there.
+            for u in np.flatnonzero(held[p] & dropped & (self.made_at < p)) if p in held else ():
+                if dropped[u]:
+                    evaluate(self.graph.producer[u])
             evaluate(i)
             if p in held:
                 dropped |= (self.made_at <= p) & ~held[p]
