@@ -56,9 +56,3 @@ def footprint(graph: TrainingGraph) -> Footprint:
         sums[_GROUPS[role]] += size
     sums["constants"] = sum(nbytes(v) or 0 for v in graph.graph.initializers.values())
     return Footprint(**sums)
-
-
-def gradient_bytes(graph: TrainingGraph) -> int:
-    """Bytes of all parameter gradients together, whether or not they live at the same time."""
-    names = set(graph.signature.gradients.values())
-    return sum(nbytes(v) or 0 for v in graph.graph.outputs if v.name in names)

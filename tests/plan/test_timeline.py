@@ -8,11 +8,16 @@ import pytest
 import ortgraph
 from ortgraph.graph.edit import MODULE_KEY, PHASE_KEY
 from ortgraph.optim import AdamW
-from ortgraph.plan.footprint import footprint, gradient_bytes
+from ortgraph.plan.footprint import footprint
 from ortgraph.plan.program_plan import plan_program, program_problem, replan
 from ortgraph.plan.rebuild import apply_sequence
 from ortgraph.plan.simulate import simulate
 from ortgraph.plan.timeline import ROLES, find_roles, recomputed_operators, timeline
+
+
+def gradient_bytes(graph) -> int:
+    return sum(graph.values[p.name].nbytes for p in graph.signature.parameters if p.gradient is not None)
+
 
 OPTIMIZERS = [None, AdamW(lr=1e-2), AdamW(lr=1e-2, max_grad_norm=0.5)]
 
