@@ -185,8 +185,14 @@ def _expand_dropout(b: Builder, node: ir.Node) -> list[ir.Value | None]:
 
 
 def _expand_dropout_grad(b: Builder, node: ir.Node) -> list[ir.Value]:
+    """The numbers of ``scale_kept``, but without the mask as a float: the forward half's would be kept in its place."""
     dy, mask = operands(node, 2)
-    return [scale_kept(b, dy, mask, decimal(node, "ratio", 0.5))]
+    ratio = decimal(node, "ratio", 0.5)
+    if ratio >= 1.0:
+        return [scale_kept(b, dy, mask, ratio)]
+    scale = 1.0 / (1.0 - ratio)
+    kept = dy if scale == 1.0 else b.op("Mul", dy, b.scalar(scale, dy))
+    return [b.op("Where", mask, kept, b.op("Mul", dy, b.scalar(0.0, dy)))]
 
 
 def _dropout_types(node: ir.Node) -> Types:

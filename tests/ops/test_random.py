@@ -35,6 +35,15 @@ def test_dropout(operator_case, shape, ratio):
     operator_case("DropoutGrad", [x, mask], ratio=ratio).check([y], exact=1e-12, rtol=1e-6)
 
 
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
+def test_gradient_takes_values_that_are_not_finite_like_the_forward_half(operator_case, ratio):
+    x = np.array([1.5, -1.5, np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-45] * 40, np.float32)
+    mask = reference_mask(42, 3, 9, x.shape, ratio)
+    y = operator_case("Dropout", [x, *scalars(42, 3)], 2, ratio=ratio, node=9).runtime(1)[0]
+    dx = operator_case("DropoutGrad", [x, mask], ratio=ratio).runtime(1)[0]
+    np.testing.assert_array_equal(dx, y)
+
+
 def test_dropout_refuses_symbolic_shapes(operator_case):
     x = np.zeros((3, 4))
     case = operator_case("Dropout", [x, *scalars(0, 0)], 2, ratio=0.1, node=0, shapes={0: ["batch", 4]})

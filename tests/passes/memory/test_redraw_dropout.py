@@ -93,3 +93,12 @@ def test_bits_of_every_gradient():
     for other in runs[1:]:
         for name, want in runs[0].items():
             np.testing.assert_array_equal(other[name], want)
+
+
+def test_without_kernels_the_mask_is_kept_as_booleans():
+    batch = {"x": torch.randn(64, 40, generator=torch.Generator().manual_seed(1))}
+    passes = "mark-optimized,lower{kernels=false},eliminate-common-subexpressions,eliminate-dead-code"
+    graph = ortgraph.optimize(ortgraph.capture(Dropped(), batch), passes).graph
+    masks = [n.outputs[0] for n in graph.graph if n.op_type == "Cast" and n.inputs[0].dtype == ir.DataType.BOOL]
+    assert len(masks) == 3 and all(len(v.uses()) == 1 for v in masks)
+    assert sum(n.op_type == "Where" and n.inputs[0].shape == [64, 40] for n in graph.graph) == 3
