@@ -35,8 +35,8 @@ _TRANSCENDENTAL = frozenset({
 })  # fmt: skip
 _SOFTMAX = frozenset({
     "Softmax", "LogSoftmax", "SoftmaxGrad", "LogSoftmaxGrad", "SoftmaxGrad_13", "LogSoftmaxGrad_13", "BiasSoftmax",
-    "ScaledMaskedSoftmax", "ScaledSoftmaxGrad", "CrossEntropy", "CrossEntropyGrad", "CrossEntropyStatistics",
-    "CrossEntropyStatisticsGrad", "SoftmaxCrossEntropyLoss", "SoftmaxCrossEntropyLossGrad", "NllLoss", "NllLossGrad",
+    "ScaledMaskedSoftmax", "ScaledSoftmaxGrad", "CrossEntropy", "CrossEntropyGrad", "CrossEntropyAndGrad",
+    "CrossEntropyStatistics", "CrossEntropyStatisticsGrad", "SoftmaxCrossEntropyLoss", "SoftmaxCrossEntropyLossGrad", "NllLoss", "NllLossGrad",
     "SoftmaxCrossEntropyLossInternal", "SoftmaxCrossEntropyLossInternalGrad", "Hardmax", "NegativeLogLikelihoodLoss",
     "NegativeLogLikelihoodLossInternal", "NegativeLogLikelihoodLossInternal2",
 })  # fmt: skip
@@ -48,7 +48,7 @@ _TRANSPOSES = frozenset({"Transpose", "DepthToSpace", "SpaceToDepth", "ReverseSe
 _GATHERS = frozenset({"Gather", "GatherElements", "GatherND", "OneHot", "Compress", "Resize"})
 _SCATTERS = frozenset({
     "ScatterElements", "ScatterND", "GatherGrad", "GatherElementsGrad", "GatherNDGrad", "MaxPoolGrad", "MaxUnpool",
-    "EmbeddingGrad", "CumSum", "TopK", "Unique", "NonZero",
+    "EmbeddingGrad", "EmbeddingGradAdd", "CumSum", "TopK", "Unique", "NonZero",
 })  # fmt: skip
 _POOLS = frozenset({"MaxPool", "AveragePool", "LpPool", "AveragePoolGrad", "GlobalAveragePool", "GlobalMaxPool", "LRN"})
 _RANDOM = frozenset({
