@@ -36,7 +36,8 @@ _TRANSCENDENTAL = frozenset({
 _SOFTMAX = frozenset({
     "Softmax", "LogSoftmax", "SoftmaxGrad", "LogSoftmaxGrad", "SoftmaxGrad_13", "LogSoftmaxGrad_13", "BiasSoftmax",
     "ScaledMaskedSoftmax", "ScaledSoftmaxGrad", "CrossEntropy", "CrossEntropyGrad", "CrossEntropyAndGrad",
-    "CrossEntropyStatistics", "CrossEntropyStatisticsGrad", "SoftmaxCrossEntropyLoss", "SoftmaxCrossEntropyLossGrad", "NllLoss", "NllLossGrad",
+    "CrossEntropyStatistics", "CrossEntropyStatisticsGrad", "SoftmaxCrossEntropyLoss", "SoftmaxCrossEntropyLossGrad",
+    "NllLoss", "NllLossGrad",
     "SoftmaxCrossEntropyLossInternal", "SoftmaxCrossEntropyLossInternalGrad", "Hardmax", "NegativeLogLikelihoodLoss",
     "NegativeLogLikelihoodLossInternal", "NegativeLogLikelihoodLossInternal2",
 })  # fmt: skip
