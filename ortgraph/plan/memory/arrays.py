@@ -15,6 +15,7 @@ from ortgraph.plan.memory.problem import MemoryProblem
 from ortgraph.plan.native import load
 
 _INT64 = np.ctypeslib.ndpointer(np.int64, flags="C_CONTIGUOUS")
+_MANY = 1 << 60
 _INT32 = np.ctypeslib.ndpointer(np.int32, flags="C_CONTIGUOUS")
 
 
@@ -96,7 +97,7 @@ def _typed() -> ctypes.CDLL:
     problem = [ctypes.c_int, _INT64, _INT64, _INT64]
     library.layout_greedy.argtypes = [*problem, _INT32, ctypes.c_int, ctypes.c_double, _INT64]
     library.layout_greedy.restype = ctypes.c_int64
-    limits = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_double]
+    limits = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_double]
     library.layout_search.argtypes = [*problem, ctypes.c_int64, *limits, _INT64, _INT64]
     library.layout_search.restype = ctypes.c_int
     return library
@@ -118,16 +119,22 @@ def place_in_order(
 
 
 def search_within(
-    arrays: Arrays, chosen: np.ndarray, capacity: int, first: int, runs: int, max_nodes: int, seconds: float
+    arrays: Arrays,
+    chosen: np.ndarray,
+    capacity: int,
+    first: int,
+    runs: int,
+    seconds: float,
+    max_nodes: int = _MANY,
 ) -> tuple[Outcome, np.ndarray, int]:
     """Search for a placement of the chosen buffers within a capacity in units.
 
     Args:
         chosen: Indices of buffers.
-        first: Number of the first run; runs differ in what they try first.
+        first: Number of the first run; runs differ in what they try first and how many nodes they visit.
         runs: How many.
-        max_nodes: Search nodes per run.
         seconds: For all runs together.
+        max_nodes: Search nodes of all runs together.
 
     Returns:
         What came out, offsets int64 [len(chosen)] in units if found, and the nodes visited.
@@ -135,6 +142,8 @@ def search_within(
     lower, upper, size = (np.ascontiguousarray(a[chosen]) for a in (arrays.lower, arrays.upper, arrays.size))
     offsets, nodes = np.zeros(len(chosen), dtype=np.int64), np.zeros(1, dtype=np.int64)
     outcome = _typed().layout_search(
-        len(chosen), lower, upper, size, capacity, first, runs, max_nodes, max(seconds, 0.0), offsets, nodes
+        *(len(chosen), lower, upper, size, capacity, first, runs),
+        # A dive without a mistake takes at most about a node per buffer.
+        *(400 + 2 * len(chosen), max_nodes, max(seconds, 0.0), offsets, nodes),
     )
     return Outcome(outcome), offsets, int(nodes[0])

@@ -17,8 +17,7 @@ from ortgraph.plan.memory.arrays import Arrays, Outcome, compiled, place_in_orde
 from ortgraph.plan.memory.problem import MemoryProblem
 from ortgraph.plan.memory.solution import MemorySolution
 
-_RUNS = 6  # one cycle through the rules
-_FIRST_NODES = 1000
+_RUNS = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,18 +54,8 @@ def solve_canonical(
     start = time.perf_counter()
     arrays = Arrays.of(problem)
     everything = np.arange(len(arrays))
-    nodes, first, limit = 0, 0, _FIRST_NODES
-    outcome, units = Outcome.LIMIT, np.zeros(len(arrays), dtype=np.int64)
-    while outcome is Outcome.LIMIT:
-        left = seconds - (time.perf_counter() - start)
-        allowed = _RUNS * limit if max_nodes is None else max_nodes - nodes
-        if first and (left <= 0 or allowed <= 0):
-            break
-        runs = _RUNS if allowed >= _RUNS * limit else 1
-        outcome, units, visited = search_within(
-            arrays, everything, capacity // arrays.unit, first, runs, min(limit, allowed), max(left, 0.0)
-        )
-        nodes, first, limit = nodes + visited, first + _RUNS, limit * 2
+    limits = {} if max_nodes is None else {"max_nodes": max_nodes}
+    outcome, units, nodes = search_within(arrays, everything, capacity // arrays.unit, 0, _RUNS, seconds, **limits)
     solution = None
     if outcome is Outcome.FOUND:
         placed = place_in_order(arrays, np.argsort(units, kind="stable"), tightest=False)

@@ -23,9 +23,7 @@ _LARGEST_CORE = 3000  # a search node costs time in proportion to the core
 _FIRST_CORE = 2000  # the largest buffers of a larger core, which leaves room for repairs
 _SHARES = (0.97, 0.9, 1.0, 0.8, 0.0)  # of the peak: buffers that see such a load are the core
 _REPAIRS = 8
-_FIRST_NODES = 500
-_RUNS = 6
-_MIDDLE_RUNS = 3
+_RUNS = 12  # of the first round
 
 
 def solve(
@@ -36,7 +34,7 @@ def solve(
     Args:
         seconds: Deadline.
         capacity: Bytes that are small enough.
-        max_rounds: Limit on the effort: each round searches with twice the nodes of the one before. With it, and a
+        max_rounds: Limit on the effort: each round makes twice the search runs of the one before. With it, and a
             deadline that is not met, the result does not depend on the machine.
 
     Without a compiler the result is that of ``solve_best_fit``.
@@ -81,13 +79,14 @@ class _State:
         peaks = self.arrays.peaks()
         rounds = 0
         while not self.done() and (max_rounds is None or rounds < max_rounds):
-            nodes, first = _FIRST_NODES << min(rounds, 40), rounds * _RUNS
-            low, runs = self._least(), _RUNS
+            runs = _RUNS << min(rounds, 16)
+            first = runs - _RUNS
+            low = self._least()
             target = low
             while not self.done():
-                if not self._reach(target, peaks, first, runs, nodes):
+                if not self._reach(target, peaks, first, runs):
                     low = max(target, self._least())
-                target, runs = (low + self.total) // 2, _MIDDLE_RUNS
+                target, runs = (low + self.total) // 2, max(runs // 2, _RUNS // 2)
                 # Steps below a thousandth are left to later rounds.
                 if self.total - low <= 1 + self.bound // 1000:
                     break
@@ -96,7 +95,7 @@ class _State:
     def _least(self) -> int:
         return max(self.bound, self.enough)
 
-    def _reach(self, target: int, peaks: np.ndarray, first: int, runs: int, nodes: int) -> bool:
+    def _reach(self, target: int, peaks: np.ndarray, first: int, runs: int) -> bool:
         """Try to place everything within the target. Returns whether the best now is."""
         tried: set[int] = set()
         for share in (0.0,) if len(self.arrays) <= _WHOLE else _SHARES:
@@ -105,7 +104,7 @@ class _State:
                 if len(core) in tried or len(core) > _LARGEST_CORE or self.done():
                     break
                 tried.add(len(core))
-                outcome, units = self._attempt(core, target, first, runs, max(nodes, 2 * len(core)))
+                outcome, units = self._attempt(core, target, first, runs)
                 if self.total <= target:
                     return True
                 if outcome is Outcome.INFEASIBLE:
@@ -121,15 +120,13 @@ class _State:
             return core
         return np.sort(core[np.argsort(-self.arrays.size[core], kind="stable")[:_FIRST_CORE]])
 
-    def _attempt(
-        self, core: np.ndarray, target: int, first: int, runs: int, nodes: int
-    ) -> tuple[Outcome, np.ndarray | None]:
+    def _attempt(self, core: np.ndarray, target: int, first: int, runs: int) -> tuple[Outcome, np.ndarray | None]:
         """Place the core exactly and the others greedily around it.
 
         Returns what the exact search said, and the best offsets around that core, if it has a placement.
         """
         left = self.end - time.perf_counter()
-        outcome, units, visited = search_within(self.arrays, core, target, first, runs, nodes, left)
+        outcome, units, visited = search_within(self.arrays, core, target, first, runs, left)
         self.nodes += visited
         if outcome is not Outcome.FOUND:
             return outcome, None

@@ -15,10 +15,9 @@ namespace layout {
 enum class Outcome { infeasible = 0, found = 1, limit = 2 };
 
 struct Strategy {
-    int key = 0;            // which buffers are tried first
-    bool lowest = false;    // branch on the lowest niche instead of the one with the fewest cases
-    bool tight_first = true;  // cases without waste first
-    double noise = 0.0;     // relative noise on the keys
+    int key = 0;          // which buffers are tried first: by area, size or lifetime
+    bool lowest = false;  // branch on the lowest niche instead of the one with the fewest cases
+    double noise = 0.0;   // relative noise on the keys
     uint64_t seed = 0;
 };
 
@@ -94,7 +93,7 @@ class Search {
         std::vector<double> key(p_.n);
         for (int i = 0; i < p_.n; ++i) {
             const double length = p_.hi[i] - p_.lo[i], size = static_cast<double>(p_.size[i]);
-            double k = strategy_.key == 0 ? length * size : strategy_.key == 1 ? size : length;
+            const double k = strategy_.key == 0 ? length * size : strategy_.key == 1 ? size : length;
             key[i] = k * (1.0 + strategy_.noise * (rng.uniform() * 2 - 1));
         }
         std::vector<int> order(sorted_);
@@ -263,7 +262,7 @@ class Search {
             }
         }
         std::sort(best.begin(), best.end(), [&](const Case& x, const Case& y) {
-            if (strategy_.tight_first && (x.waste > 0) != (y.waste > 0)) return y.waste > 0;
+            if ((x.waste > 0) != (y.waste > 0)) return y.waste > 0;  // without waste first
             return x.rank < y.rank;
         });
         std::vector<T> child_storage(end - begin);
