@@ -10,6 +10,7 @@ import ctypes
 import functools
 import logging
 import pathlib
+import re
 
 from ortgraph.errors import RuntimeSetupError
 from ortgraph.ops.kernels.library import build_library
@@ -21,9 +22,20 @@ _FOLDER = pathlib.Path(__file__).parent
 @functools.cache
 def load(name: str) -> ctypes.CDLL | None:
     """The compiled ``name.cpp``, None where it cannot be built (the reason is logged once)."""
-    files = [_FOLDER / f"{name}.cpp", *sorted(_FOLDER.glob("*.h"))]
+    source = _FOLDER / f"{name}.cpp"
     try:
-        return ctypes.CDLL(str(build_library(f"libortgraph_{name}.so", files)))
+        return ctypes.CDLL(str(build_library(f"libortgraph_{name}.so", [source, *_headers(source)])))
     except RuntimeSetupError as error:
         logger.warning("planner %s runs in Python, slower and with weaker results: %s", name, error)
         return None
+
+
+def _headers(source: pathlib.Path) -> list[pathlib.Path]:
+    """Headers of this folder that a source includes, at any depth, sorted."""
+    found: set[pathlib.Path] = set()
+    waiting = [source]
+    while waiting:
+        included = {_FOLDER / h for h in re.findall(r'#include "([^"]+)"', waiting.pop().read_text(encoding="utf-8"))}
+        waiting += included - found
+        found |= included
+    return sorted(found)
