@@ -34,7 +34,7 @@ _MOMENTS = 40
 _ROUNDS = 100
 _PROGRAM = 0.7  # share of the time; the rest is for greedy drops where the program's sequence is over the budget
 _ONE = 0.5  # share of what is left, for one program
-_INFEASIBLE = 2  # status of scipy.optimize.milp
+_GAP = 1e-5  # share of the cost: 0.001 % of overhead
 
 
 def solve_stages(
@@ -67,11 +67,14 @@ def solve_stages(
         if left <= 0:
             break
         found = program.solve(sorted(moments), problem.budget - room, left * _ONE)
-        if not room:
+        if not room and not program.strict:
             bound = max(bound, graph.cost + found.bound)
-        if found.memory is None:
+        if found.memory is None or found.evaluated is None:
             break
-        sequence = program.sequence(sorted(moments), found.memory)
+        sequence = program.sequence(sorted(moments), found)
+        if sequence is None:  # something would be evaluated after what it reads is overwritten
+            program.strict = True
+            continue
         profile = simulate(graph, sequence)
         best = _better(problem, best, sequence)
         over = profile.peak - problem.budget
@@ -84,7 +87,9 @@ def solve_stages(
             continue
         # The peak lies at an evaluation between moments: leave room for such.
         room += max(over // 4, problem.budget // 1000)
-    for _, sequence in sorted(tried) if best[0] else ():
+    for cost, sequence in sorted(tried):
+        if time.perf_counter() - start > seconds or (not best[0] and cost >= best[1]):
+            break
         best = _better(problem, best, relieve(problem, sequence, start + seconds))
     return make_solution(problem, best[2], "stages", time.perf_counter() - start, bound)
 
@@ -117,14 +122,17 @@ def _next_first(sequence: Sequence[int], at: dict[int, int], step: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """Values in memory by moment (None without a solution), and the least added cost that is proven."""
+    """Values in memory by moment and positions evaluated by stage (None without a solution), and a bound on added cost."""
 
     memory: list[np.ndarray] | None
+    evaluated: list[np.ndarray] | None
     bound: float
 
 
 class _Program:
     """The integer program for one order; positions of the order stand for operations."""
+
+    strict = False  # no evaluation in a stage in which something that it reads is overwritten: no bound then
 
     def __init__(self, graph: OperationGraph, order: Sequence[int]) -> None:
         self.graph, self.order = graph, list(order)
@@ -163,14 +171,14 @@ class _Program:
             integrality=integral,
             bounds=Bounds(least, most),
             constraints=LinearConstraint(matrix, low, high),
-            options={"time_limit": max(seconds, 0.05), "mip_rel_gap": 0.0},
+            options={"time_limit": max(seconds, 0.05), "mip_rel_gap": _GAP},
         )
         if result.x is None:
-            return _Found(None, 0.0)
+            return _Found(None, None, 0.0)
         proven = result.mip_dual_bound if result.mip_dual_bound is not None else 0.0
         first = float(cost @ least)  # first evaluations after the first moment
-        memory = [result.x[s * (n + k) + n : (s + 1) * (n + k)] > 0.5 for s in range(count)]
-        return _Found(memory, max(0.0, proven - first - 1e-6) * self.cost)
+        stages = result.x.reshape(count, n + k) > 0.5
+        return _Found(list(stages[:, n:]), list(stages[:, :n]), max(0.0, proven - first - 1e-6) * self.cost)
 
     def _rows(self, moments: Sequence[int], budget: int):
         """Rows as (row, column, factor) triples, their limits, limits of the variables, and costs.
@@ -205,7 +213,7 @@ class _Program:
             least[e : e + n][fresh] = 1
             most[e : e + n][position >= end] = 0
             most[e : e + n][(position <= v) & self.once] = 0
-            most[e : e + n][self.closed <= v] = 0
+            most[e : e + n][(position <= v) & (self.closed < (end if self.strict else v + 1))] = 0
             add([e + self.reader, m + self.read, e + self.made_at[self.read]], [1, -1, -1], -np.inf, 0)
             must = np.array(sorted({*operation.inputs, *operation.outputs}), dtype=np.int64)
             least[m + must] = 1
@@ -225,25 +233,35 @@ class _Program:
         cost = np.tile(np.concatenate([self.costs, np.zeros(k)]), len(moments))
         return rows, np.concatenate(low), np.concatenate(high), least, most, cost
 
-    def sequence(self, moments: Sequence[int], memory: Sequence[np.ndarray]) -> list[int]:
-        """First evaluations in order; what is not in memory at a moment is evaluated again when it is next read."""
+    def sequence(self, moments: Sequence[int], found: _Found) -> list[int] | None:
+        """First evaluations in order; what is not in memory at a moment is evaluated again when it is next read, or
+        before the next moment if it is in memory there, or before what it reads is overwritten. None if that is too late.
+        """
+        assert found.memory is not None and found.evaluated is not None
+        operations, producer = self.graph.operations, self.graph.producer
         dropped = np.zeros(len(self.graph.values), dtype=bool)
-        held = dict(zip(moments, memory, strict=True))
+        held, planned = dict(zip(moments, found.memory, strict=True)), dict(zip(moments, found.evaluated, strict=True))
+        stage = np.zeros(len(self.order), dtype=bool)
         sequence: list[int] = []
+        p, late = 0, False
 
         def evaluate(i: int) -> None:
-            for u in self.graph.operations[i].inputs:
+            nonlocal late
+            late |= self.closed[self.at[i]] < p
+            for u in operations[i].inputs:
                 if dropped[u]:
-                    evaluate(self.graph.producer[u])
+                    evaluate(producer[u])
             sequence.append(i)
-            dropped[list(self.graph.operations[i].outputs)] = False
+            dropped[list(operations[i].outputs)] = False
 
         for p, i in enumerate(self.order):
-            # What is in memory at a moment may be evaluated in the stage before it, from what is dropped there.
-            for u in np.flatnonzero(held[p] & dropped & (self.made_at < p)) if p in held else ():
+            wanted = np.flatnonzero(held[p] & dropped & (self.made_at < p)) if p in held else ()
+            closing = [u for j in operations[i].after if stage[self.at[j]] for u in operations[j].outputs]
+            for u in (*wanted, *closing):
                 if dropped[u]:
-                    evaluate(self.graph.producer[u])
+                    evaluate(producer[u])
             evaluate(i)
             if p in held:
                 dropped |= (self.made_at <= p) & ~held[p]
-        return sequence
+                stage = planned[p]
+        return None if late else sequence
