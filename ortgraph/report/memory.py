@@ -200,7 +200,7 @@ def sweep_rows(swept: Sweep) -> list[tuple[str, ...]]:
         head = (size_text(point.budget), share)
         plan = point.plan
         if plan is None:
-            rows.append((*head, "", "", "", "", "no plan found"))
+            rows.append((*head, "", "", "", "", f"no plan found: {point.reason}"))
             continue
         figures = (size_text(plan.after.peak), size_text(plan.arena.arena_bytes), f"{plan.after.overhead:.2%}")
         rows.append((*head, *figures, str(plan.recomputed), "given order" if plan.solver == "given order" else ""))

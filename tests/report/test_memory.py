@@ -139,6 +139,8 @@ def test_page_with_everything(classifier_graph):
     assert {"floor", "given order", "order bound", "budget"} <= set(marks)
     for chart in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
         ElementTree.fromstring(chart)
+    failed = [(p, r) for p, r in zip(swept.points, memory.sweep_rows(swept), strict=True) if p.plan is None]
+    assert all(p.reason and p.reason in row[-1] for p, row in failed)
     data = memory.facts_json(facts)
     assert data["peak"]["planned"] == plan.after.peak and len(data["top"]["given"]) <= memory.SHOWN
     assert [p["budget"] for p in memory.sweep_json(swept)] == [p.budget for p in swept.points]
