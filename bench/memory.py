@@ -28,6 +28,7 @@ SUITES = {
     "recompute": "bench.memory_recompute",
     "pytorch": "bench.memory_pytorch",
     "runtime": "bench.memory_runtime",
+    "lowering": "bench.memory_lowering",
     "scale": "bench.memory_scale",
 }
 

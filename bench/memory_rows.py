@@ -18,7 +18,7 @@ class Row:
     """One figure.
 
     Attributes:
-        suite: layout, order, recompute, pytorch, runtime or scale.
+        suite: layout, order, recompute, pytorch, runtime, lowering or scale.
         instance: File, model or group of them.
         setting: What was asked, with the unit of the value.
         value: What came out; None where there was no result.

@@ -35,9 +35,9 @@ def bert(
 
 
 def gpt2(
-    hidden: int = 256, layers: int = 4, batch: int = 8, sequence: int = 128, attention: str = "sdpa"
+    hidden: int = 256, layers: int = 4, batch: int = 8, sequence: int = 128, attention: str = "sdpa", words: int = 8192
 ) -> dict[str, Any]:
-    """GPT-2 language model with a tied head over 8,192 words."""
+    """GPT-2 language model with a tied head."""
     import torch
     import transformers
 
@@ -46,7 +46,7 @@ def gpt2(
         n_embd=hidden,
         n_layer=layers,
         n_head=hidden // 64,
-        vocab_size=8192,
+        vocab_size=words,
         n_positions=sequence,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
@@ -120,6 +120,8 @@ WORKLOADS: dict[str, Callable[..., dict[str, Any]]] = {
     "bert-768x4": lambda **k: bert(768, 4, 4, 128, **k),
     "bert-base": lambda **k: bert(768, 12, 2, 64, **k),
     "gpt2-256x4": lambda **k: gpt2(256, 4, 8, 128, **k),
+    "gpt2-32k-128x2": lambda **k: gpt2(128, 2, 4, 128, words=32000, **k),
+    "gpt2-32k-512x2": lambda **k: gpt2(512, 2, 4, 128, words=32000, **k),
     "vit-192x6": lambda **k: vit(192, 6, 8, 96, **k),
     "gpt-128x4": lambda **k: gpt_blocks(128, 4, 8, 128),
     "bert-base-8x128": lambda **k: bert(768, 12, 8, 128, **k),
