@@ -1,6 +1,7 @@
 // Recompute selection on a sequence of evaluations: plain C functions for ortgraph.plan.recompute.native.
 #include <cstring>
 
+#include "recompute_evict.h"
 #include "recompute_search.h"
 
 using namespace recompute;
@@ -21,7 +22,7 @@ struct RecomputeGraph {
 struct RecomputeOptions {
   double budget, iterations, hot, cold, seconds;
   int64_t seed;
-  int32_t reorder, anneal;
+  int32_t reorder, stages;  // no stages: anneal
 };
 
 struct RecomputeResult {
@@ -48,10 +49,10 @@ extern "C" __attribute__((visibility("default"))) int32_t recompute_improve(
     int32_t capacity, RecomputeResult* result) {
   const Graph graph = view(*given);
   Search search(graph, {options->budget, options->iterations, options->hot, options->cold, options->seconds,
-                        options->seed, options->reorder != 0});
+                        options->seed, options->reorder != 0, options->stages});
   search.start(std::vector<int32_t>(steps, steps + count));
-  if (options->anneal) search.anneal();
-  else search.greedy();
+  if (options->stages) search.greedy(options->stages);
+  else search.anneal();
   const std::vector<int32_t> found = search.found() ? search.best() : search.steps();
   result->cost = search.found() ? search.best_cost() : search.sequence().cost();
   result->excess = search.found() ? 0.0 : search.sequence().load().excess();
@@ -60,4 +61,16 @@ extern "C" __attribute__((visibility("default"))) int32_t recompute_improve(
   if (result->length > capacity) return 1;
   std::memcpy(out, found.data(), found.size() * sizeof(int32_t));
   return 0;
+}
+
+// One pass under a hard budget; writes the sequence and returns its length, -1 where it is longer than `capacity`.
+extern "C" __attribute__((visibility("default"))) int32_t recompute_evict(
+    const RecomputeGraph* given, double budget, double patience, const int32_t* order, int32_t count, int32_t* out,
+    int32_t capacity) {
+  const Graph graph = view(*given);
+  Eviction eviction(graph, budget, patience);
+  const std::vector<int32_t> found = eviction.run(std::vector<int32_t>(order, order + count), capacity);
+  if (static_cast<int32_t>(found.size()) > capacity) return -1;
+  std::memcpy(out, found.data(), found.size() * sizeof(int32_t));
+  return static_cast<int32_t>(found.size());
 }

@@ -10,7 +10,8 @@ namespace recompute {
 
 class Random {
  public:
-  explicit Random(uint64_t seed) : state_(seed * 0x9E3779B97F4A7C15ull + 0x1234567ull) {}
+  // Seeds that follow each other must not give shifted copies of one stream, hence the other factor.
+  explicit Random(uint64_t seed) : state_((seed + 1) * 0xD1342543DE82EF95ull) { bits(); }
   uint64_t bits() {
     uint64_t z = (state_ += 0x9E3779B97F4A7C15ull);
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
@@ -41,6 +42,7 @@ struct Options {
   double budget, iterations, hot, cold, seconds;  // temperatures in mean costs of an operation
   int64_t seed;
   bool reorder;
+  int stages;  // of the greedy
 };
 
 class Search {
@@ -59,12 +61,19 @@ class Search {
   std::vector<int32_t> steps() const { return sequence_.steps(); }
   const Sequence& sequence() const { return sequence_; }
 
-  // Relieves the peak until the budget is met; false where nothing helps any more or time is up.
-  bool greedy() {
-    while (sequence_.load().excess() > 0.0) {
-      if (deadline_.passed() || !relieve(sequence_.load().peak_slot(), 24)) return false;
+  // Relieves the peak until the budget is met, in stages of lower and lower budgets: what is over a budget far below
+  // the peak says little about the peak. False where nothing helps any more or time is up.
+  bool greedy(int stages) {
+    const double peak = sequence_.load().peak();
+    bool met = true;
+    for (int stage = 1; stage <= stages && peak > options_.budget; ++stage) {
+      sequence_.set_budget(stage == stages ? options_.budget
+                                           : peak * std::pow(options_.budget / peak, double(stage) / stages));
+      met = true;
+      while (met && sequence_.load().excess() > 0.0)
+        met = !deadline_.passed() && relieve(sequence_.load().peak_slot(), 24);
     }
-    return true;
+    return met;
   }
 
   // Annealing; the best sequence within the budget is kept in `best`.

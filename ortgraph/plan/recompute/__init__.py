@@ -4,6 +4,7 @@ from ortgraph.plan.recompute.floor import MemoryFloor, memory_floor
 from ortgraph.plan.recompute.greedy import solve_greedy
 from ortgraph.plan.recompute.portfolio import solve
 from ortgraph.plan.recompute.problem import RecomputeProblem
+from ortgraph.plan.recompute.search import solve_search
 from ortgraph.plan.recompute.solution import RecomputeSolution, validate
 
 __all__ = [
@@ -13,5 +14,6 @@ __all__ = [
     "memory_floor",
     "solve",
     "solve_greedy",
+    "solve_search",
     "validate",
 ]

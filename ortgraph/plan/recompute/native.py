@@ -38,7 +38,7 @@ class _Options(ctypes.Structure):
         ("seconds", ctypes.c_double),
         ("seed", ctypes.c_int64),
         ("reorder", ctypes.c_int32),
-        ("anneal", ctypes.c_int32),
+        ("stages", ctypes.c_int32),
     ]
 
 
@@ -70,6 +70,12 @@ class Effort:
     seconds: float
 
 
+def compiled(graph: OperationGraph) -> NativeSearch | None:
+    """The compiled search on a graph, None where there is no compiler."""
+    library = load("recompute")
+    return NativeSearch(graph, library) if library is not None else None
+
+
 class NativeSearch:
     """A graph in the arrays that the compiled search reads.
 
@@ -77,7 +83,7 @@ class NativeSearch:
         PlanError: The values are too large together (2^49 bytes).
     """
 
-    def __init__(self, graph: OperationGraph) -> None:
+    def __init__(self, graph: OperationGraph, library: ctypes.CDLL) -> None:
         if sum(v.size for v in graph.values) + max((o.scratch for o in graph.operations), default=0) >= _EXACT:
             raise PlanError("the values of the graph take more than 2^49 bytes together", "give sizes in a larger unit")
         followers: list[list[int]] = [[] for _ in graph.operations]
@@ -99,30 +105,40 @@ class NativeSearch:
             np.array(graph.producer, np.int32),
         ]
         self._graph = _Graph(len(ops), len(graph.values), *[a.ctypes.data for a in self._arrays])
-        self._library = load("recompute")
+        self._library = library
 
-    @property
-    def available(self) -> bool:
-        return self._library is not None
-
-    def greedy(self, steps: Sequence[int], budget: int, reorder: bool, seconds: float) -> list[int]:
+    def greedy(self, steps: Sequence[int], budget: int, reorder: bool, seconds: float, stages: int = 1) -> list[int]:
         """Relieves the peak of a sequence until it meets the budget or nothing helps."""
-        return self._improve(steps, budget, reorder, Effort(0, 1.0, 1.0, 0, seconds), anneal=False)
+        return self._improve(steps, budget, reorder, Effort(0, 1.0, 1.0, 0, seconds), stages)
 
     def anneal(self, steps: Sequence[int], budget: int, reorder: bool, effort: Effort) -> list[int]:
         """The best sequence within the budget that annealing met, its last state where none was."""
-        return self._improve(steps, budget, reorder, effort, anneal=True)
+        return self._improve(steps, budget, reorder, effort, 0)
 
-    def _improve(self, steps: Sequence[int], budget: int, reorder: bool, effort: Effort, anneal: bool) -> list[int]:
+    def evict(self, order: Sequence[int], budget: int, patience: float) -> list[int] | None:
+        """One pass over an order that drops values when bytes are short; None where that repeats too much."""
+        given = np.array(order, np.int32)
+        capacity = 16 * len(given)
+        found = np.empty(capacity, np.int32)
+        length = self._library.recompute_evict(
+            ctypes.byref(self._graph),
+            ctypes.c_double(budget),
+            ctypes.c_double(patience),
+            ctypes.c_void_p(given.ctypes.data),
+            len(given),
+            ctypes.c_void_p(found.ctypes.data),
+            capacity,
+        )
+        return found[:length].tolist() if length >= 0 else None
+
+    def _improve(self, steps: Sequence[int], budget: int, reorder: bool, effort: Effort, stages: int) -> list[int]:
         given = np.array(steps, np.int32)
         options = _Options(
-            budget, effort.iterations, effort.hot, effort.cold, effort.seconds, effort.seed, reorder, anneal
+            budget, effort.iterations, effort.hot, effort.cold, effort.seconds, effort.seed, reorder, stages
         )
-        capacity = 16 * len(self._graph_costs()) + len(given)
+        capacity = 16 * self._graph.operations + len(given)
         found = np.empty(capacity, np.int32)
         result = _Result()
-        self.last = result
-        assert self._library is not None
         failed = self._library.recompute_improve(
             ctypes.byref(self._graph),
             ctypes.byref(options),
@@ -135,9 +151,6 @@ class NativeSearch:
         if failed:
             raise PlanError(f"the search returned {result.length} steps, more than {capacity}")
         return found[: result.length].tolist()
-
-    def _graph_costs(self) -> np.ndarray:
-        return self._arrays[0]
 
 
 def _lists(lists: Iterable[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
