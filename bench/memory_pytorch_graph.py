@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import fx
@@ -53,7 +54,7 @@ class TracedModel:
     joint: fx.GraphModule
     inputs: list[object]
     outputs: int
-    options: dict[str, object]
+    options: dict[str, Any]
 
     def run(self, partition: Partition, checkpointed: bool = False) -> list[str]:
         """Names of the nodes that both halves of a partition run, forward first.
@@ -73,9 +74,9 @@ class TracedModel:
 
 def trace(module: torch.nn.Module, inputs: torch.Tensor) -> TracedModel:
     """The joint graph of a module that returns its loss, common subexpressions merged as partitioners do first."""
-    seen: list[tuple[fx.GraphModule, list[object], int, dict[str, object]]] = []
+    seen: list[tuple[fx.GraphModule, list[object], int, dict[str, Any]]] = []
 
-    def keep(joint: fx.GraphModule, values: list[object], *, num_fwd_outputs: int, **options: object):
+    def keep(joint: fx.GraphModule, values: list[object], *, num_fwd_outputs: int, **options: Any):
         seen.append((joint, values, num_fwd_outputs, options))
         return partitioners.default_partition(_copy(joint), values, num_fwd_outputs=num_fwd_outputs, **options)
 
