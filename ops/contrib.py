@@ -11,8 +11,8 @@ from ortgraph.errors import UnsupportedError
 from ortgraph.ops import contrib_grad as grad
 from ortgraph.ops.activation import gelu, log_softmax_grad, relu_grad, sigmoid_grad, softmax_grad, tanh_grad
 from ortgraph.ops.builder import Builder
-from ortgraph.ops.convolution import conv_grad, conv_grad_flops, conv_grad_types
-from ortgraph.ops.matmul import product_flops, product_shape
+from ortgraph.ops.convolution import conv_flops, conv_grad, conv_grad_flops, conv_grad_types
+from ortgraph.ops.matmul import gemm_flops, product_flops, product_shape
 from ortgraph.ops.movement import concat_shape, split_types
 from ortgraph.ops.normalization import layer_norm_types
 from ortgraph.ops.reduction import reduction_types
@@ -203,8 +203,9 @@ register(
         cost_rule=_fused_matmul_flops),
     _op("TransposeMatMul", "Y = alpha A' B'", _fused_matmul_types, precision="accumulate", expand=_fused_matmul,
         cost_rule=_fused_matmul_flops),
-    _op("FusedGemm", "Y = activation(alpha A' B' + beta C)", _gemm_types, precision="accumulate"),
-    _op("FusedConv", "Y = activation(X * W + B)", precision="accumulate"),
+    _op("FusedGemm", "Y = activation(alpha A' B' + beta C)", _gemm_types, precision="accumulate",
+        cost_rule=gemm_flops),
+    _op("FusedConv", "Y = activation(X * W + B)", precision="accumulate", cost_rule=conv_flops),
     _op("Gelu", "Y = X Phi(X)", like(0), 8, elementwise=True, expand=_bias_gelu(False)),
     _op("FastGelu", "Y = gelu(X + bias), tanh form", like(0), 10, elementwise=True, expand=_bias_gelu(True)),
     _op("BiasGelu", "Y = gelu(X + bias)", like(0), 9, elementwise=True, inplace=_FIRST, expand=_bias_gelu(False)),

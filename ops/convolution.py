@@ -210,7 +210,7 @@ register(
 )  # fmt: skip
 
 
-def _conv_flops(node: ir.Node) -> int:
+def conv_flops(node: ir.Node) -> int:
     weight = shape_of(given(node, 1))
     if weight is None or not all(isinstance(d, int) for d in weight[1:]):
         return 0
@@ -229,7 +229,7 @@ def _pool_flops(node: ir.Node) -> int:
 
 
 register(
-    OpSpec("", "Conv", precision="accumulate", flops=_conv_flops, doc="Y = X * W + B"),
+    OpSpec("", "Conv", precision="accumulate", flops=conv_flops, doc="Y = X * W + B"),
     OpSpec("", "ConvTranspose", precision="accumulate", flops=_conv_transpose_flops, doc="Y = X *^T W + B"),
     OpSpec("", "MaxPool", precision="any", flops=_pool_flops, doc="Y = max over windows; Indices flat over the tensor"),
     OpSpec("", "AveragePool", precision="accumulate", flops=_pool_flops, doc="Y = mean over windows"),

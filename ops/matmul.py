@@ -51,7 +51,7 @@ def _gemm_types(node: ir.Node) -> Types | None:
     ]
 
 
-def _gemm_flops(node: ir.Node) -> int:
+def gemm_flops(node: ir.Node) -> int:
     return product_flops(node, _inner(given(node, 0), 0 if attribute(node, "transA", 0) else 1))
 
 
@@ -69,19 +69,28 @@ def _einsum_flops(node: ir.Node) -> int:
     return 2 * math.prod(sizes.values())
 
 
+def _recurrent_flops(node: ir.Node) -> int:
+    """Both products of every step: X W' and H R'."""
+    x, weight, again = (shape_of(given(node, i)) for i in range(3))
+    if x is None or weight is None or again is None or not all(isinstance(d, int) for d in (*x, *weight, *again)):
+        return 0
+    return 2 * x[0] * x[1] * (math.prod(weight) + math.prod(again))
+
+
 register(
     OpSpec(
         "", "MatMul", precision="accumulate", infer=_matmul_types,
         flops=lambda node: product_flops(node, _inner(given(node, 0), -1)), doc="Y = A B",
     ),
     OpSpec(
-        "", "Gemm", precision="accumulate", inplace=((2, 0),), infer=_gemm_types, flops=_gemm_flops,
+        "", "Gemm", precision="accumulate", inplace=((2, 0),), infer=_gemm_types, flops=gemm_flops,
         doc="Y = alpha A' B' + beta C",
     ),
     OpSpec("", "Einsum", precision="accumulate", flops=_einsum_flops, doc="Y = sum of products by the equation"),
-    OpSpec("", "LSTM", precision="float32", doc="long short-term memory over a sequence"),
-    OpSpec("", "GRU", precision="float32", doc="gated recurrent unit over a sequence"),
-    OpSpec("", "RNN", precision="float32", doc="simple recurrence over a sequence"),
-    OpSpec("", "MatMulInteger", precision="any", doc="Y = (A - a) (B - b) in int32"),
+    OpSpec("", "LSTM", precision="float32", flops=_recurrent_flops, doc="long short-term memory over a sequence"),
+    OpSpec("", "GRU", precision="float32", flops=_recurrent_flops, doc="gated recurrent unit over a sequence"),
+    OpSpec("", "RNN", precision="float32", flops=_recurrent_flops, doc="simple recurrence over a sequence"),
+    OpSpec("", "MatMulInteger", precision="any", flops=lambda node: product_flops(node, _inner(given(node, 0), -1)),
+           doc="Y = (A - a) (B - b) in int32"),
     OpSpec("", "Det", precision="float32", doc="Y = determinant"),
 )  # fmt: skip

@@ -48,14 +48,3 @@ def session_options(threads: int | None = None, profile_prefix: str | None = Non
         options.enable_profiling = True
         options.profile_file_prefix = profile_prefix
     return options
-
-
-def run_options(shrink: bool = False) -> onnxruntime.RunOptions | None:
-    """Options of a run: with ``shrink`` the runtime frees at its end what its allocator holds and does not use."""
-    if not shrink:
-        return None
-    import onnxruntime as ort
-
-    options = ort.RunOptions()
-    options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
-    return options

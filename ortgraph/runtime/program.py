@@ -25,7 +25,7 @@ from ortgraph.plan.schedule import order_updates
 from ortgraph.runtime.arena import Memory
 from ortgraph.runtime.debug_arena import check_guards, check_program
 from ortgraph.runtime.limits import refuse_limits
-from ortgraph.runtime.options import run_options, session_options
+from ortgraph.runtime.options import session_options
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -237,11 +237,8 @@ class Program:
             self._bound_session()
         return self._memory.arena.address, self._memory.arena.nbytes
 
-    def run(self, shrink: bool = False) -> None:
+    def run(self) -> None:
         """Run once on what the input buffers hold, then copy the updates that could not be written in place.
-
-        Args:
-            shrink: Let the runtime give back what it keeps for kernel temporaries at the end.
 
         Raises:
             BatchError: An operator refuses the batch's values, such as an index out of range.
@@ -252,7 +249,7 @@ class Program:
                 binding.bind_output(name, "cpu", 0)
             if self._poison:
                 self._memory.arena.poison()
-            self._run_bound(binding, shrink)
+            self._run_bound(binding)
             if self._poison:
                 check_guards(self.placement, self._memory.arena.everything, self.name)
         self.copy_updates()
@@ -275,10 +272,10 @@ class Program:
             self._binding.bind_output(name, "cpu", 0)  # type: ignore[union-attr]
         check_program(self, graph.model, threads)
 
-    def _run_bound(self, binding: onnxruntime.IOBinding, shrink: bool = False) -> None:
+    def _run_bound(self, binding: onnxruntime.IOBinding) -> None:
         assert self._session is not None
         try:
-            self._session.run_with_iobinding(binding, run_options(shrink))
+            self._session.run_with_iobinding(binding)
         except Exception as error:  # noqa: BLE001 - the runtime's exception types are private; the cause is chained
             text = str(error).strip()
             values = any(word in text.lower() for word in ("out of", "outside", "must be within", "indices"))
@@ -328,9 +325,9 @@ class Program:
         """All bytes of the session's arena, uint8."""
         return self._memory.arena.everything
 
-    def profiled(self, prefix: str) -> Program:
-        """The same program on the same memory, with ONNX Runtime writing a profile to a file that starts so."""
-        return Program(*self._made_with, profile_prefix=prefix)
+    def again(self, profile_prefix: str | None = None) -> Program:
+        """The same program on the same memory with a session of its own; with a prefix that writes a profile."""
+        return Program(*self._made_with, profile_prefix=profile_prefix)
 
     def end_profiling(self) -> str:
         """Path of ONNX Runtime's profile; only for a program made with a profile prefix."""

@@ -197,7 +197,7 @@ class TrainingSession(SessionState):
         before = {name: buffer.copy() for name, buffer in self._memory.persistent.items()}
         source = self._ready(kind, batch)
         with tempfile.TemporaryDirectory() as folder:
-            program = source.profiled(str(pathlib.Path(folder, kind)))
+            program = source.again(str(pathlib.Path(folder, kind)))
             for _ in range(runs + 1):
                 program.run()
             operators = {n.name or "": f"{n.domain}.{n.op_type}" if n.domain else n.op_type for n in program.order}

@@ -201,8 +201,8 @@ def test_guards_are_checked_after_each_run(bench, monkeypatch):
     real = Program._run_bound
     for at, before in ((program.arena_bytes_now.nbytes - 1, "%"), (program.placement.offsets["y"] + 101, "%")):
 
-        def stray(self, binding, shrink=False, at=at):
-            real(self, binding, shrink)
+        def stray(self, binding, at=at):
+            real(self, binding)
             self.arena_bytes_now[at] = 1
 
         monkeypatch.setattr(Program, "_run_bound", stray)
