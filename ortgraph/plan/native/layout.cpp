@@ -1,3 +1,7 @@
+#include <pthread.h>
+
+#include <functional>
+
 #include "layout_greedy.h"
 #include "layout_problem.h"
 #include "layout_search.h"
@@ -43,6 +47,23 @@ layout::Outcome search(const layout::Problem& problem, int64_t capacity, int fir
     return layout::Outcome::limit;
 }
 
+void* call(void* task) {
+    (*static_cast<const std::function<void()>*>(task))();
+    return nullptr;
+}
+
+// Runs a deep recursion on a stack of its own: that of a thread made elsewhere may be small. Pages that are not touched
+// cost nothing. False: there is no such thread.
+bool run_on_stack(size_t bytes, const std::function<void()>& task) {
+    pthread_attr_t attributes;
+    pthread_t thread;
+    if (pthread_attr_init(&attributes) != 0) return false;
+    const bool started = pthread_attr_setstacksize(&attributes, bytes) == 0 &&
+                         pthread_create(&thread, &attributes, call, const_cast<std::function<void()>*>(&task)) == 0;
+    pthread_attr_destroy(&attributes);
+    return started && pthread_join(thread, nullptr) == 0;
+}
+
 }  // namespace
 
 // Searches for a placement within the capacity, `runs` times with small multiples of `run_nodes` nodes each, and
@@ -54,9 +75,15 @@ EXPORT int layout_search(int n, const int64_t* lower, const int64_t* upper, cons
     *nodes = 0;
     if (problem.max_load() > capacity) return 0;
     const bool narrow = capacity < (int64_t{1} << 28);
-    return static_cast<int>(
-        narrow ? search<int32_t>(problem, capacity, first, runs, run_nodes, max_nodes, seconds, offsets, nodes)
-               : search<int64_t>(problem, capacity, first, runs, run_nodes, max_nodes, seconds, offsets, nodes));
+    layout::Outcome outcome = layout::Outcome::limit;
+    const auto task = [&] {
+        outcome = narrow ? search<int32_t>(problem, capacity, first, runs, run_nodes, max_nodes, seconds, offsets, nodes)
+                         : search<int64_t>(problem, capacity, first, runs, run_nodes, max_nodes, seconds, offsets, nodes);
+    };
+    using Any = layout::Search<int64_t>;
+    const size_t levels = std::min<size_t>(Any::kMaxDepth, 4 * static_cast<size_t>(n)) + 512;
+    run_on_stack(levels * Any::kStackPerLevel, task);
+    return static_cast<int>(outcome);
 }
 
 // Places in the given order, each buffer in the lowest or the tightest gap. Returns the arena,

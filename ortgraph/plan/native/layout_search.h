@@ -50,7 +50,7 @@ class Search {
     Search(const Problem& problem, T capacity, const Strategy& strategy, int64_t max_nodes, const Deadline& deadline,
            Memo& memo)
         : p_(problem), capacity_(capacity), strategy_(strategy), max_nodes_(max_nodes), deadline_(deadline), memo_(memo),
-          size_(problem.n), offset_(problem.n, 0), rank_(problem.n), sorted_(problem.n), sum_(problem.sections + 1),
+          size_(problem.n), offset_(problem.n, 0), rank_(problem.n), sorted_(problem.n), sum_(problem.sections + 1), high_(problem.sections + 1), small_(problem.sections + 1),
           acc_(problem.sections + 1), minoff_(problem.n) {
         for (int i = 0; i < p_.n; ++i) size_[i] = static_cast<T>(p_.size[i]);
         std::iota(sorted_.begin(), sorted_.end(), 0);
@@ -74,6 +74,10 @@ class Search {
 
     int64_t nodes() const { return nodes_; }
     const std::vector<T>& offsets() const { return offset_; }
+
+    static constexpr int kMaxDepth = 60000;
+    static constexpr size_t kStackPerLevel = 2048;  // three frames take about 500 bytes
+    static constexpr size_t kMaxHeld = size_t{512} << 20;
 
   private:
     // One way to go on in a niche: `item` is the leftmost (or rightmost) that rests on its ground; -1 leaves it empty.
@@ -101,9 +105,29 @@ class Search {
         for (int r = 0; r < p_.n; ++r) rank_[order[r]] = r;
     }
 
+    // What one level of the recursion holds, at most.
+    struct Level {
+        Search& search;
+        size_t bytes;
+        Level(Search& s, size_t items, size_t sections)
+            : search(s), bytes(2 * sections * sizeof(T) + 4 * items * sizeof(int)) {
+            ++search.depth_;
+            search.held_ += bytes;
+        }
+        ~Level() {
+            --search.depth_;
+            search.held_ -= bytes;
+        }
+    };
+
     bool out_of_budget() {
         if (stopped_) return true;
-        if (nodes_ >= max_nodes_ || ((nodes_ & 127) == 0 && deadline_.passed())) stopped_ = true;
+        if (depth_ > kMaxDepth || held_ > kMaxHeld) stopped_ = true;
+        if (nodes_ >= max_nodes_) stopped_ = true;
+        if (work_ > 20000) {
+            work_ = 0;
+            if (deadline_.passed()) stopped_ = true;
+        }
         return stopped_;
     }
 
@@ -181,38 +205,53 @@ class Search {
     }
 
     // The cases of a niche. `mirrored` asks for the rightmost buffer instead of the leftmost.
-    void cases(const Niche& niche, const std::vector<int>& inside, T capacity, bool mirrored,
-               std::vector<Case>& out) const {
+    void cases(const Niche& niche, const std::vector<int>& inside, T capacity, bool mirrored, std::vector<Case>& out) {
         out.clear();
-        const T near = mirrored ? niche.right : niche.left;
-        int last = -1;
+        // By section t: of the stretch between the near wall and t, the largest load still to place, and the smallest
+        // buffer that lies within it.
+        const int first = niche.begin, last = niche.end;
+        std::fill(small_.begin() + first, small_.begin() + last + 1, wall());
         for (int i : inside) {
-            if (last >= 0 && p_.lo[i] == p_.lo[last] && p_.hi[i] == p_.hi[last] && size_[i] == size_[last]) continue;
-            last = i;
-            const int from = mirrored ? p_.hi[i] : niche.begin, to = mirrored ? niche.end : p_.lo[i];
-            T raise = 0;
-            if (from < to) {
-                raise = std::min<T>(near - niche.ground, size_[i]);
-                if (!may_waste(from, to, raise, niche.ground, inside, capacity)) continue;
-            }
-            out.push_back({i, raise, rank_[i]});
+            T& small = small_[mirrored ? p_.lo[i] : p_.hi[i]];
+            small = std::min(small, size_[i]);
         }
-        const T lower = std::min(niche.left, niche.right);
-        if (lower < wall() && may_waste(niche.begin, niche.end, lower - niche.ground, niche.ground, inside, capacity))
-            out.push_back({-1, lower - niche.ground, p_.n});
-    }
-
-    // Whether sections [from, to) can be raised: what is left still fits, and no buffer would have fitted below.
-    bool may_waste(int from, int to, T raise, T ground, const std::vector<int>& inside, T capacity) const {
-        for (int s = from; s < to; ++s)
-            if (ground + raise + sum_[s] > capacity) return false;
-        for (int i : inside)
-            if (p_.lo[i] >= from && p_.hi[i] <= to && size_[i] <= raise) return false;
-        return true;
+        if (mirrored) {
+            high_[last] = 0;
+            for (int t = last - 1; t >= first; --t) {
+                high_[t] = std::max(high_[t + 1], sum_[t]);
+                small_[t] = std::min(small_[t], small_[t + 1]);
+            }
+        } else {
+            high_[first] = 0;
+            for (int t = first + 1; t <= last; ++t) {
+                high_[t] = std::max(high_[t - 1], sum_[t - 1]);
+                small_[t] = std::min(small_[t], small_[t - 1]);
+            }
+        }
+        // The stretch can be raised if what is left still fits and no buffer would have fitted below.
+        const auto may_waste = [&](int t, T raise) {
+            return niche.ground + raise + high_[t] <= capacity && small_[t] > raise;
+        };
+        const T near = mirrored ? niche.right : niche.left;
+        const int border = mirrored ? last : first;
+        int previous = -1;
+        for (int i : inside) {
+            const bool same = previous >= 0 && p_.lo[i] == p_.lo[previous] && p_.hi[i] == p_.hi[previous] &&
+                              size_[i] == size_[previous];
+            previous = i;
+            if (same) continue;  // interchangeable
+            const int t = mirrored ? p_.hi[i] : p_.lo[i];
+            const T raise = t == border ? 0 : std::min<T>(near - niche.ground, size_[i]);
+            if (t == border || may_waste(t, raise)) out.push_back({i, raise, rank_[i]});
+        }
+        const T lower = std::min(niche.left, niche.right) - niche.ground;
+        if (lower + niche.ground < wall() && may_waste(mirrored ? first : last, lower)) out.push_back({-1, lower, p_.n});
     }
 
     Outcome branch(const std::vector<int>& items, int begin, int end, const T* height, T capacity) {
         ++nodes_;
+        work_ += static_cast<int64_t>(items.size() + end - begin);
+        const Level here(*this, items.size(), end - begin);
         if (out_of_budget()) return Outcome::limit;
         std::vector<T> storage(end - begin);
         T* level = storage.data() - begin;
@@ -302,12 +341,15 @@ class Search {
     T capacity_;
     Strategy strategy_;
     int64_t max_nodes_, nodes_ = 0;
+    int64_t work_ = 0;  // since the clock was read
+    int depth_ = 0;
+    size_t held_ = 0;
     const Deadline& deadline_;
     Memo& memo_;
     bool stopped_ = false;
     std::vector<T> size_, offset_;
     std::vector<int> rank_, sorted_, order_;
-    std::vector<T> sum_, acc_, minoff_;
+    std::vector<T> sum_, high_, small_, acc_, minoff_;
 };
 
 }  // namespace layout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 
 import pytest
@@ -149,3 +150,17 @@ def test_same_answer_twice() -> None:
     a, b = (solve_canonical(problem, problem.max_load() + 2 * problem.alignment, max_nodes=20000) for _ in range(2))
     assert (a.outcome, a.nodes) == (b.outcome, b.nodes)
     assert (a.solution and a.solution.offsets) == (b.solution and b.solution.offsets)
+
+
+def test_deep_search_in_a_thread_with_a_small_stack() -> None:
+    rows = [(i, i + 40, 1 + i % 7) for i in range(1500)]  # no step cuts this, so that the search goes 1,500 levels deep
+    problem = MemoryProblem(tuple(Buffer(f"b{i}", *row) for i, row in enumerate(rows)), alignment=1)
+    answers = []
+    size = threading.stack_size(256 * 1024)
+    thread = threading.Thread(target=lambda: answers.append(solve_canonical(problem, 3 * problem.max_load())))
+    try:
+        thread.start()
+    finally:
+        threading.stack_size(size)
+    thread.join()
+    assert answers[0].outcome is Outcome.FOUND and answers[0].nodes > 1000
