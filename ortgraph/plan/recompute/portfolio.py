@@ -3,47 +3,120 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
+from collections.abc import Sequence
 
-from ortgraph.errors import PlanError
+from ortgraph.errors import PlanError, RuntimeSetupError
 from ortgraph.plan.recompute.floor import check_floor
 from ortgraph.plan.recompute.greedy import solve_greedy
 from ortgraph.plan.recompute.native import compiled
 from ortgraph.plan.recompute.problem import RecomputeProblem
 from ortgraph.plan.recompute.search import solve_search
 from ortgraph.plan.recompute.solution import RecomputeSolution, make_solution
+from ortgraph.plan.recompute.stages import solve_stages
 from ortgraph.plan.schedule import solve_order
 
-_ORDER = 0.15  # share of the time for a start in another order
+logger = logging.getLogger(__name__)
+# Shares of the time. The stage program is exact for one order and often done at once; the search changes the order too.
+_ORDER = 0.1
+_PROGRAM = 0.2
+_LAST_PROGRAM = 0.15  # on the order that the search found
+_PROVEN = 1e-5  # gap that counts as none: the program's own tolerance
 
 
 def solve(problem: RecomputeProblem, seconds: float = 5.0, reorder: bool = True) -> RecomputeSolution:
     """The cheapest sequence found whose peak is at most the budget.
+
+    In turn: the given order; another order (``solve_order``); the stage program on both, where SciPy is installed; eviction
+    passes, greedy drops and annealing (``solve_search``); the stage program on the order that annealing found.
 
     Args:
         problem: Graph and budget.
         seconds: Wall time; the best so far is returned then.
         reorder: First evaluations may change their order; with False they keep the given one.
 
+    Returns:
+        The best sequence. Its bound holds for the given order where ``reorder`` is False, else it is the cost of
+        evaluating everything once.
+
     Raises:
         PlanError: The budget is below the memory floor, or no sequence within it was found.
     """
-    native = compiled(problem.graph)  # the compiler runs once on a machine; that is no time of the search
+    compiled(problem.graph)  # the compiler runs once on a machine; that is no time of the search
     start = time.perf_counter()
     floor = check_floor(problem)
     given = make_solution(problem, problem.graph.given_order(), "given", time.perf_counter() - start)
     if given.met:
         return given
-    if native is None:
-        solution = solve_greedy(problem, seconds=seconds)
-    else:
-        starts = [solve_order(problem.graph, _ORDER * seconds).sequence] if reorder else []
-        solution = solve_search(problem, seconds - (time.perf_counter() - start), reorder, starts)
-    solution = dataclasses.replace(solution, seconds=time.perf_counter() - start)
-    if not solution.met:
+    found = _Portfolio(problem, reorder, given, start, seconds).solve()
+    found = dataclasses.replace(found, seconds=time.perf_counter() - start)
+    if not found.met:
         raise PlanError(
             f"no sequence within {problem.budget} bytes was found in {seconds:g} s: the lowest peak reached is "
-            f"{solution.peak}, the memory floor {floor.bytes}",
-            f"give at least {solution.peak} bytes, or more time",
+            f"{found.peak}, the memory floor {floor.bytes}",
+            f"give at least {found.peak} bytes, or more time",
         )
-    return solution
+    return found
+
+
+class _Portfolio:
+    def __init__(
+        self, problem: RecomputeProblem, reorder: bool, given: RecomputeSolution, start: float, seconds: float
+    ) -> None:
+        self.problem = problem
+        self.reorder = reorder
+        self.best = given
+        self.until = start + seconds
+        self.seconds = seconds
+
+    def solve(self) -> RecomputeSolution:
+        graph = self.problem.graph
+        starts: list[Sequence[int]] = []
+        if self.reorder:
+            order = solve_order(graph, _ORDER * self.seconds)
+            self.offer(make_solution(self.problem, order.sequence, "order", order.seconds))
+            starts.append(order.sequence)
+        if self.done():
+            return self.best
+        for sequence in (graph.given_order(), *starts):
+            program = self.program(sequence, _PROGRAM * self.seconds / (1 + len(starts)))
+            if program is not None:
+                starts.append(program.sequence)
+        if self.done():
+            return self.best
+        if compiled(graph) is None:
+            self.offer(solve_greedy(self.problem, seconds=self.left()))
+            return self.best
+        last = _LAST_PROGRAM * self.seconds if self.reorder else 0.0
+        self.offer(solve_search(self.problem, self.left() - last, self.reorder, starts))
+        if self.reorder and not self.done():
+            self.program(list(dict.fromkeys(self.best.sequence)), min(last, self.left()))
+        return self.best
+
+    def left(self) -> float:
+        return self.until - time.perf_counter()
+
+    def done(self) -> bool:
+        proven = self.best.gap <= (0.0 if self.reorder else _PROVEN)
+        return self.best.met and proven or self.left() <= 0
+
+    def offer(self, found: RecomputeSolution) -> None:
+        """Keeps the better one, and the larger bound where it holds for every sequence that is allowed."""
+        bound = max(self.best.bound, found.bound) if not self.reorder else self.problem.graph.cost
+        if _key(found) < _key(self.best):
+            self.best = found
+        self.best = dataclasses.replace(self.best, bound=min(bound, self.best.cost))
+
+    def program(self, order: Sequence[int], seconds: float) -> RecomputeSolution | None:
+        try:
+            found = solve_stages(self.problem, seconds, order)
+        except RuntimeSetupError as error:
+            logger.info("no stage program: %s", error)
+            return None
+        self.offer(found)
+        return found
+
+
+def _key(found: RecomputeSolution) -> tuple[int, float, int]:
+    return max(found.peak - found.budget, 0), found.cost, len(found.sequence)

@@ -45,7 +45,8 @@ def solve_search(
         problem: Graph and budget.
         seconds: Wall time.
         reorder: First evaluations may change their order.
-        starts: Valid orders to start from besides the given one; ignored when the order may not change.
+        starts: Valid sequences to start from besides the given order, with or without repeats; when the order may not
+            change, their first evaluations keep the given one.
         seed: Of the random moves.
 
     Raises:
@@ -58,9 +59,11 @@ def solve_search(
         raise PlanError("the recompute search needs a C++ compiler", "use solve_greedy, or install g++")
     run = _Run(problem, native, reorder, start + seconds - _MARGIN)
     given = list(problem.graph.given_order())
-    orders = [given, *(list(s) for s in starts if reorder)]
-    for order in orders:
-        run.construct(order)
+    for sequence in (given, *map(list, starts)):
+        if len(sequence) == len(given):
+            run.construct(sequence)
+        else:
+            run.offer(sequence, "start")
     moves = max(seconds, 0.0) * 1e6 / (1.0 + len(given) / 1500.0)
     rounds = _ROUNDS if len(given) <= _LARGE else _LARGE_ROUNDS
     first = run.best
