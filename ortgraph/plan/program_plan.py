@@ -15,10 +15,11 @@ from ortgraph.plan.budget import budget_bytes
 from ortgraph.plan.buffers import sequence_buffers
 from ortgraph.plan.graph_problem import GraphProblem, graph_problem
 from ortgraph.plan.memory import MemorySolution, solve_best_fit
+from ortgraph.plan.memory import solve as place
 from ortgraph.plan.recompute import MemoryFloor, RecomputeProblem, memory_floor, solve
 from ortgraph.plan.schedule import order_updates
 from ortgraph.plan.simulate import Profile, simulate
-from ortgraph.runtime.program import loss_value, needed_nodes
+from ortgraph.runtime.program import loss_value, needed_nodes, results_of
 from ortgraph.runtime.selection import wanted_outputs
 
 logger = logging.getLogger(__name__)
@@ -107,8 +108,7 @@ def planned_order(
     g = graph.graph
     if graph.stage == "planned":
         return needed_nodes(g, wanted)
-    updates = {new for _, new in pairs}
-    order = order_updates(g, pairs, [v for v in g.outputs if v not in updates], loss=loss_value(graph))
+    order = order_updates(g, pairs, results_of(graph, pairs), loss=loss_value(graph))
     needed = set(needed_nodes(g, wanted))
     return [node for node in order if node in needed]
 
@@ -179,16 +179,29 @@ def _fit(
         raise PlanError(
             f"a budget of {limit + scratch} bytes is infeasible: one kernel alone needs {scratch} as scratch"
         )
+    end = time.perf_counter() + seconds
     target = limit
     for _ in range(_PLACEMENTS):
-        found = solve(RecomputeProblem(problem.operations, target), seconds, reorder)
-        arena = solve_best_fit(sequence_buffers(problem.operations, found.sequence))
+        left = max(end - time.perf_counter(), seconds / _PLACEMENTS)
+        try:
+            found = solve(RecomputeProblem(problem.operations, target), left, reorder)
+        except PlanError as error:
+            raise _with_scratch(error, limit, scratch) from error
+        arena = place(sequence_buffers(problem.operations, found.sequence), seconds / _PLACEMENTS, capacity=limit)
         if arena.arena_bytes <= limit:
             return found.sequence, simulate(problem.operations, found.sequence), arena, found.solver
         logger.info("an arena of %d bytes is over the budget of %d: aiming lower", arena.arena_bytes, limit)
         target -= arena.arena_bytes - limit
     raise PlanError(
-        f"the budget of {limit} bytes is met by the live values, but no placement of them was found within it "
-        f"(the best takes {arena.arena_bytes})",
-        f"give {arena.arena_bytes} bytes",
+        f"the live values meet a budget of {limit + scratch} bytes ({scratch} of it kernel scratch), but no placement of "
+        f"them was found within it",
+        f"give {arena.arena_bytes + scratch} bytes",
     )
+
+
+def _with_scratch(error: PlanError, limit: int, scratch: int) -> PlanError:
+    """The error, with what the budget is made of where that is more than the arena."""
+    if not scratch:
+        return error
+    what = f"{error.what}; {limit + scratch} bytes leave {limit} for the arena, {scratch} are kernel scratch"
+    return PlanError(what, f"{error.hint} for the arena" if error.hint else "")

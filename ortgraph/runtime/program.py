@@ -54,11 +54,18 @@ def order_program(
     nodes = needed_nodes(graph.graph, wanted)
     if graph.stage == "planned" or not pairs:
         return nodes
+    return order_updates(graph.graph, pairs, results_of(graph, pairs), nodes, loss_value(graph))
+
+
+def results_of(graph: TrainingGraph, pairs: Sequence[tuple[ir.Value, ir.Value]]) -> list[ir.Value]:
+    """Graph outputs that replace nothing: what they need keeps its place, all else runs as early as it can.
+
+    Sums of gradients (accumulators) are none: ``step`` and ``accumulate`` add each gradient as soon as it is there.
+    """
     updates = {new for _, new in pairs}
     signature = graph.signature
     names = {signature.loss, *signature.outputs, *signature.gradients.values(), *signature.input_gradients.values()}
-    results = [v for v in graph.graph.outputs if v.name in names and v not in updates]
-    return order_updates(graph.graph, pairs, results, nodes, loss_value(graph))
+    return [v for v in graph.graph.outputs if v.name in names and v not in updates]
 
 
 def loss_value(graph: TrainingGraph) -> ir.Value | None:

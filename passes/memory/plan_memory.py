@@ -10,7 +10,7 @@ from ortgraph.graph import TrainingGraph
 from ortgraph.manager.base import Changes, GraphPass, Refusal
 from ortgraph.plan.memory.placement import METADATA_KEY, place_values
 from ortgraph.plan.schedule import order_updates
-from ortgraph.runtime.program import loss_value, needed_nodes
+from ortgraph.runtime.program import loss_value, needed_nodes, results_of
 from ortgraph.runtime.selection import program_pairs
 
 
@@ -45,7 +45,7 @@ class PlanMemory(GraphPass):
         loss = loss_value(graph)
         order = list(g)
         if not self.keep_order or is_dynamic(graph):
-            order = order_updates(g, pairs, [v for v in g.outputs if v not in updates], loss=loss)
+            order = order_updates(g, pairs, results_of(graph, pairs), loss=loss)
         moved = sum(a is not b for a, b in zip(order, tuple(g), strict=True))
         if moved:
             g.remove(order)

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+import ortgraph
 from ortgraph.graph import load
 from ortgraph.graph.text import text_hash
 from ortgraph.manager import registry
@@ -97,3 +98,19 @@ def test_symbolic_shapes_are_left_to_the_session(classifier_graph, classifier_ba
     outcome = PlanMemory().call(graph.model)
     assert "ortgraph.plan" not in graph.model.metadata_props
     assert [r.reason for r in outcome.refusals] == ["shapes are symbolic: the session places values per batch shape"]
+
+
+def test_gradients_die_early_where_they_are_accumulated(classifier_graph):
+    """Sums of gradients are updated as soon as each gradient is there, in both programs."""
+    graph = ortgraph.optimize(classifier_graph(32, 8), "O2", optimizer=AdamW(lr=1e-2), accumulation_steps=4).graph
+    order = {node: i for i, node in enumerate(graph.graph)}
+    sums = [
+        v.producer()
+        for v in graph.graph.outputs
+        if v.name in {s.output for s in graph.signature.states if s.kind == "accumulator"}
+    ]
+    for node in sums:
+        ready = max(order[v.producer()] for v in node.inputs if v is not None and v.producer() is not None)
+        later = [n for n in list(graph.graph)[ready + 1 : order[node]] if n not in sums]
+        assert len(later) <= 3, f"{node.name} waits for {[n.name for n in later]}"
+    assert len(sums) == 6
