@@ -86,7 +86,7 @@ class _State:
             while not self.done():
                 if not self._reach(target, peaks, first, runs):
                     low = max(target, self._least())
-                target, runs = (low + self.total) // 2, max(runs // 2, _RUNS // 2)
+                target, runs = (low + self.total) // 2, max(runs // 4, _RUNS // 4)
                 # Steps below a thousandth are left to later rounds.
                 if self.total - low <= 1 + self.bound // 1000:
                     break
