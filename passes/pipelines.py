@@ -9,6 +9,8 @@ import onnx_ir as ir
 
 from ortgraph.manager.pipeline_text import parse_pipeline
 from ortgraph.passes.lowering.attach_optimizer import AttachOptimizer
+from ortgraph.passes.memory.chunk_loss import ChunkLoss
+from ortgraph.plan.budget import budget_bytes
 
 CLEAN = "eliminate-dead-code,fold-constants,fold-shapes,eliminate-identity,eliminate-common-subexpressions"
 
@@ -54,6 +56,7 @@ MATMUL = ",".join(
 )
 
 MEMORY = "chunk-loss"  # why before lowering: it knows the composites; why after MATMUL: products carry their transposes
+_SHARE = 8  # scores that take more than this part of a budget in bytes are cut, which is cheaper than recomputing
 
 AFTER_LOWERING = ",".join(
     (
@@ -97,6 +100,12 @@ def _preset(
     return (*head, *attach, *tail)
 
 
+def _memory(budget: str | None) -> str:
+    if budget is None or budget.endswith("%"):  # a percentage is of what the graph takes with its usual chunks
+        return MEMORY
+    return f"{MEMORY}{{least_bytes={min(ChunkLoss.least_bytes, budget_bytes(budget, 0) // _SHARE)}}}"
+
+
 def o0(**options) -> tuple[ir.passes.PassBase, ...]:
     """Only what running needs: lower and place."""
     return _preset(after="eliminate-dead-code,fold-constants,fold-shapes", **options)
@@ -109,7 +118,8 @@ def o1(**options) -> tuple[ir.passes.PassBase, ...]:
 
 def o2(**options) -> tuple[ir.passes.PassBase, ...]:
     """Canonical passes and fusions over both halves."""
-    return _preset(CANONICAL, FUSION, CANONICAL, MATMUL, MEMORY, after=AFTER_LOWERING, **options)
+    memory = _memory(options.get("memory_budget"))
+    return _preset(CANONICAL, FUSION, CANONICAL, MATMUL, memory, after=AFTER_LOWERING, **options)
 
 
 PRESETS: dict[str, Callable[..., tuple[ir.passes.PassBase, ...]]] = {"O0": o0, "O1": o1, "O2": o2, "O3": o2}

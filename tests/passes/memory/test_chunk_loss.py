@@ -10,7 +10,7 @@ import pytest
 
 import ortgraph
 from ortgraph.graph import TrainingGraph, replace_value
-from ortgraph.manager import PassManager, numerics
+from ortgraph.manager import PassManager, numerics, registry
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.spec import COMPOSITE
 from ortgraph.optim import AdamW
@@ -298,3 +298,10 @@ def test_the_arena_holds_one_chunk_of_scores():
         session.gradients({k: v.numpy() for k, v in batch.items()})
         arenas.append(session.arena_bytes)
     assert arenas[0] - arenas[1] >= 0.9 * (ids.numel() - 48) * CLASSES * 4
+
+
+@pytest.mark.parametrize("budget,least", [(None, 1 << 25), ("50%", 1 << 25), ("8MiB", 1 << 20), ("4GB", 1 << 25)])
+def test_a_budget_in_bytes_lowers_the_threshold(budget, least):
+    options = {"optimizer": None, "target": "onnxruntime", "shapes": {}, "accumulation_steps": 1}
+    (found,) = [p for p in registry.preset("O2", memory_budget=budget, **options) if p.name == "chunk-loss"]
+    assert found.least_bytes == least
