@@ -15,7 +15,10 @@ from ortgraph.manager import GraphPass, PassManager, parse_pipeline, registry
 
 ROOT = pathlib.Path(__file__).parent.parent
 NAMES = sorted(registry.TABLE)
-NEEDS_OPTIONS = {"bind-shapes": "bind-shapes{sizes=batch:2}"}
+NEEDS_OPTIONS = {
+    "bind-shapes": "bind-shapes{sizes=batch:2}",
+    "select-recompute": "select-recompute{budget=90% seconds=1.0}",
+}
 
 
 def make(name: str) -> GraphPass:
