@@ -28,8 +28,9 @@ from ortgraph.plan.simulate import simulate
 logger = logging.getLogger(__name__)
 _INFEASIBLE = 2  # status of scipy.optimize.milp
 _TOLERANCE = 1e-6  # share of the cost: HiGHS takes constraints as met within 1e-7 or so
-_RANKING = 0.4  # share of the time
-_RANKED, _SOLVED = 8, 3  # moments looked at for every budget, and solved in integers
+_FIRST = 0.25  # share of the time for the largest budget
+_SOLVING = 0.4  # share of a budget's time for programs in integers
+_SOLVED = 3  # moments solved in integers
 
 
 @dataclasses.dataclass
@@ -132,7 +133,7 @@ class MomentBound:
 def overhead_bounds(graph: OperationGraph, budgets: Sequence[int], seconds: float, fixed: bool = False) -> list[float]:
     """Lower bounds on the overhead within each budget; zeros, with a warning, where SciPy is absent.
 
-    Moments are ranked by their linear bounds at the smallest budget that has any; the best are then solved in integers.
+    Moments are ranked by their linear bounds; the best are then solved in integers.
 
     Args:
         graph: Operations and values.
@@ -146,24 +147,28 @@ def overhead_bounds(graph: OperationGraph, budgets: Sequence[int], seconds: floa
     except ImportError as error:
         logger.warning("no bounds on the overhead: %s (pip install scipy)", error)
         return [0.0] * len(budgets)
-    # Moments that are busy in the given order come first: a deadline may end the ranking.
+    # Moments that are busy in the given order come first, then those that bounded the budget before: a deadline may end
+    # the ranking. The largest budget has time for all of them.
     live = simulate(graph, graph.given_order()).live
-    linear: dict[int, float] = {}
-    for v in np.argsort(-live, kind="stable").tolist():
-        left = start + seconds * _RANKING - time.perf_counter()
-        if left <= 0:
-            break
-        linear[v] = bound.at(v, min(budgets), fixed, seconds=left)
-    best = sorted(linear, key=lambda v: (-min(linear[v], 1e9), v))[:_RANKED]
-    found = []
-    for done, budget in enumerate(budgets):
-        until = start + seconds * (_RANKING + (done + 1) * (1 - _RANKING) / len(budgets))
-        relaxed = {v: bound.at(v, budget, fixed, seconds=until - time.perf_counter()) for v in best}
-        top = max(relaxed.values(), default=0.0)
-        for v in sorted(best, key=lambda v: -relaxed[v])[:_SOLVED]:
+    ranked = np.argsort(-live, kind="stable").tolist()
+    found: dict[int, float] = {}
+    descending = sorted(set(budgets), reverse=True)
+    for done, budget in enumerate(descending):
+        until = start + seconds * (_FIRST + (1 - _FIRST) * done / max(1, len(descending) - 1))
+        slot = until - time.perf_counter()
+        linear: dict[int, float] = {}
+        for v in ranked:
+            left = until - _SOLVING * slot - time.perf_counter()
+            if left <= 0:
+                break
+            linear[v] = bound.at(v, budget, fixed, seconds=left)
+        position = {v: at for at, v in enumerate(ranked)}
+        ranked.sort(key=lambda v, linear=linear, position=position: (-min(linear.get(v, -1.0), 1e9), position[v]))
+        top = max(linear.values(), default=0.0)
+        for v in ranked[:_SOLVED]:
             left = until - time.perf_counter()
-            if left > 0 and np.isfinite(top):
+            if left > 0 and 0 < top < float("inf"):
                 top = max(top, bound.at(v, budget, fixed, True, left))
-        found.append(top)
+        found[budget] = top
     # What a larger budget costs, a smaller one costs as well.
-    return [max(f for f, b in zip(found, budgets, strict=True) if b >= budget) for budget in budgets]
+    return [max(f for b, f in found.items() if b >= budget) for budget in budgets]
