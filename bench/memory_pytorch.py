@@ -6,7 +6,6 @@ PyTorch's sequences are the nodes of its forward, then of its backward half, as 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import math
@@ -23,6 +22,7 @@ from ortgraph.plan.simulate import simulate
 if TYPE_CHECKING:
     from bench.memory import Setup
 
+logger = logging.getLogger(__name__)
 SUITE = "pytorch"
 POINTS = 50
 SECONDS = 3.0  # for each of our solutions
@@ -105,8 +105,11 @@ def _ours(graph: OperationGraph, budget: int) -> tuple[RecomputeSolution | None,
     """Our sequence within a budget, judged; None where none was found."""
     problem = RecomputeProblem(graph, budget)
     found = None
-    with stopwatch() as watch, contextlib.suppress(PlanError):  # no sequence within the budget
-        found = solve(problem, SECONDS)
+    with stopwatch() as watch:
+        try:
+            found = solve(problem, SECONDS)
+        except PlanError as error:
+            logger.warning("budget of %d bytes: %s", budget, error)
     if found is None or not found.met:
         return None, watch.wall
     validate(problem, found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from ortgraph.plan.simulate import simulate
 if TYPE_CHECKING:
     from bench.memory import Setup
 
+logger = logging.getLogger(__name__)
 SUITE = "recompute"
 BUDGETS = (90, 80, 70, 60, 50)  # percent of the given order's peak
 SECONDS = 5.0
@@ -72,7 +74,8 @@ def _solve(graph: OperationGraph, budget: int, reorder: bool) -> RecomputeSoluti
     problem = RecomputeProblem(graph, budget)
     try:
         found = solve(problem, SECONDS, reorder)
-    except PlanError:
+    except PlanError as error:
+        logger.warning("budget of %d bytes: %s", budget, error)
         return None
     if not found.met:
         return None

@@ -8,6 +8,7 @@ Capture runs in a process of its own, so that the planner's time and memory are 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pathlib
 import pickle
@@ -28,6 +29,7 @@ from ortgraph.plan.simulate import simulate
 if TYPE_CHECKING:
     from bench.memory import Setup
 
+logger = logging.getLogger(__name__)
 SUITE = "scale"
 LAYERS = 48
 LEVEL = "O0"  # nothing fused: the most operators
@@ -87,7 +89,8 @@ def _recompute(graph: OperationGraph, budget: int) -> RecomputeSolution | None:
     problem = RecomputeProblem(graph, budget)
     try:
         found = solve(problem, RECOMPUTE_SECONDS)
-    except PlanError:
+    except PlanError as error:
+        logger.warning("recompute at %d %%: %s", BUDGET, error)
         return None
     if not found.met:
         return None
