@@ -14,7 +14,7 @@ class Eviction {
  public:
   Eviction(const Graph& graph, double budget, double patience)
       : graph_(graph), budget_(budget), patience_(patience), live_(graph.values, 0), locked_(graph.values, 0),
-        closed_(graph.operations, 0), seen_(graph.operations, 0), cursor_(graph.values, 0), wanted_(graph.values, 0),
+        closed_(graph.operations, 0), done_(graph.operations, 0), seen_(graph.operations, 0), cursor_(graph.values, 0), wanted_(graph.values, 0),
         uses_(graph.values), readers_(graph.values) {
     for (int i = 0; i < graph.operations; ++i)
       for (int v : graph.in(i)) readers_[v].push_back(i);
@@ -27,12 +27,20 @@ class Eviction {
     for (int v = 0; v < graph_.values; ++v)
       if (graph_.kept[v]) uses_[v].push_back(count);
     longest_ = longest;
-    for (now_ = 0; now_ < count && steps_.size() < longest; ++now_) evaluate(order[now_], 0);
+    for (now_ = 0; now_ < count && !failed_; ++now_) {
+      const int o = order[now_];
+      keep_closing(o);
+      evaluate(o, 0);
+      for (int v : kept_back_) --locked_[v];
+    }
     now_ = count;
     for (int v = 0; v < graph_.values; ++v)
-      if (graph_.kept[v] && !live_[v] && may_repeat(graph_.producer[v])) evaluate(graph_.producer[v], 0);
+      if (graph_.kept[v] && !live_[v] && !failed_) evaluate(graph_.producer[v], 0);
     return steps_;
   }
+
+  // Something had to be evaluated again that must not be, or the sequence grew too long.
+  bool failed() const { return failed_; }
 
  private:
   static constexpr int kDeepest = 2000;
@@ -40,11 +48,28 @@ class Eviction {
 
   bool may_repeat(int o) const { return graph_.repeatable[o] && !closed_[o]; }
 
+  // Values that are gone, wanted later, and cannot be evaluated once operation o has run come back before it.
+  void keep_closing(int o) {
+    kept_back_.clear();
+    if (!graph_.after.size(o)) return;
+    look_ahead();
+    for (const int32_t* a = graph_.after.begin(o); a != graph_.after.end(o); ++a) {
+      for (int v : graph_.out(*a)) {
+        if (wanted_[v] == kNever) continue;
+        if (!live_[v]) evaluate(*a, 0);
+        ++locked_[v];
+        kept_back_.push_back(v);
+      }
+    }
+  }
+
   void evaluate(int o, int depth) {
-    if (steps_.size() >= longest_) return;
+    failed_ |= steps_.size() >= longest_ || depth >= kDeepest || (done_[o] && !may_repeat(o));
+    if (failed_) return;
+    done_[o] = 1;
     for (int v : graph_.in(o)) {
       ++locked_[v];
-      if (!live_[v] && depth < kDeepest) evaluate(graph_.producer[v], depth + 1);
+      if (!live_[v]) evaluate(graph_.producer[v], depth + 1);
     }
     double needed = graph_.scratch[o];
     for (int v : graph_.out(o))
@@ -126,8 +151,9 @@ class Eviction {
   size_t longest_ = 0;
   std::vector<uint8_t> live_;
   std::vector<int32_t> locked_;
-  std::vector<uint8_t> closed_;
-  std::vector<int32_t> seen_, stack_, steps_;
+  std::vector<uint8_t> closed_, done_;
+  bool failed_ = false;
+  std::vector<int32_t> seen_, stack_, steps_, kept_back_;
   std::vector<size_t> cursor_;
   std::vector<int> wanted_;  // kNever: neither used again nor needed for anything dropped
   std::vector<std::vector<int32_t>> uses_, readers_;

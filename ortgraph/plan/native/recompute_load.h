@@ -21,24 +21,27 @@ class Load {
     pending_.assign(slots_ / kBlock, 0.0);
     largest_.assign(slots_ / kBlock, -kAbsent);
     excess_.assign(slots_ / kBlock, 0.0);
+    stale_.assign(slots_ / kBlock, 0);
+    waiting_.clear();
     total_ = 0.0;
   }
 
   void set_budget(double budget) {
     budget_ = budget;
-    for (int b = 0; b < blocks(); ++b) scan(b);
+    for (int b = 0; b < blocks(); ++b) mark(b);
   }
 
   int slots() const { return slots_; }
   int blocks() const { return static_cast<int>(pending_.size()); }
   double budget() const { return budget_; }
-  double excess() const { return total_; }
-  double block_excess(int b) const { return excess_[b]; }
+  double excess() { return settle(), total_; }
+  double block_excess(int b) { return settle(), excess_[b]; }
   double at(int slot) const { return raw_[slot] + pending_[slot / kBlock]; }
 
-  double peak() const { return *std::max_element(largest_.begin(), largest_.end()); }
+  double peak() { return settle(), *std::max_element(largest_.begin(), largest_.end()); }
 
-  int peak_slot() const {
+  int peak_slot() {
+    settle();
     const int b = static_cast<int>(std::max_element(largest_.begin(), largest_.end()) - largest_.begin());
     const double* raw = &raw_[b * kBlock];
     return b * kBlock + static_cast<int>(std::max_element(raw, raw + kBlock) - raw);
@@ -64,7 +67,8 @@ class Load {
   }
 
   // Whether bytes more would put some slot of first..last over the budget.
-  bool over(int first, int last, double bytes) const {
+  bool over(int first, int last, double bytes) {
+    settle();
     while (first <= last) {
       const int b = first / kBlock, stop = std::min(last, b * kBlock + kBlock - 1);
       const bool whole_block = first == b * kBlock && stop == b * kBlock + kBlock - 1;
@@ -82,13 +86,25 @@ class Load {
   void part(int b, int first, int last, double bytes) {
     double* raw = raw_.data();
     for (int s = first; s <= last; ++s) raw[s] += bytes;
-    scan(b);
+    mark(b);
   }
 
   void whole(int b, double bytes) {
     pending_[b] += bytes;
     largest_[b] += bytes;
-    if (largest_[b] > budget_ || excess_[b] > 0.0) scan(b);
+    if (largest_[b] > budget_ || excess_[b] > 0.0) mark(b);
+  }
+
+  // One edit changes a block several times: it is looked at when somebody asks.
+  void mark(int b) {
+    if (stale_[b]) return;
+    stale_[b] = 1;
+    waiting_.push_back(b);
+  }
+
+  void settle() {
+    for (int b : waiting_) scan(b), stale_[b] = 0;
+    waiting_.clear();
   }
 
   void scan(int b) {
@@ -112,6 +128,8 @@ class Load {
   int slots_ = 0;
   double budget_ = 0.0, total_ = 0.0;
   std::vector<double> raw_, pending_, largest_, excess_;
+  std::vector<unsigned char> stale_;
+  std::vector<int> waiting_;  // blocks whose largest load and excess are out of date
 };
 
 }  // namespace recompute

@@ -59,7 +59,7 @@ class Search {
 
   void start(const std::vector<int32_t>& steps) { sequence_.build(steps, options_.budget); }
   std::vector<int32_t> steps() const { return sequence_.steps(); }
-  const Sequence& sequence() const { return sequence_; }
+  Sequence& sequence() { return sequence_; }
 
   // Relieves the peak until the budget is met, in stages of lower and lower budgets: what is over a budget far below
   // the peak says little about the peak. False where nothing helps any more or time is up.
@@ -102,7 +102,7 @@ class Search {
   static constexpr double kPeriod = 256;
   static constexpr int kLongest = 64;  // operations evaluated again together
 
-  double objective() const {
+  double objective() {
     return sequence_.cost() / unit_cost_ + price_ * sequence_.load().excess() / unit_bytes_;
   }
 
@@ -163,7 +163,7 @@ class Search {
 
   // A slot over the budget, -1 without one.
   int random_overload() {
-    const Load& load = sequence_.load();
+    Load& load = sequence_.load();
     if (load.excess() <= 0.0) return -1;
     const int start = random_.below(load.blocks());
     for (int k = 0; k < load.blocks(); ++k) {

@@ -73,7 +73,7 @@ class Sequence {
   }
 
   const Graph& graph() const { return graph_; }
-  const Load& load() const { return load_; }
+  Load& load() { return load_; }
   double cost() const { return cost_; }
   int length() const { return steps_; }
   int end() const { return load_.slots(); }
@@ -216,7 +216,7 @@ class Sequence {
   }
 
  private:
-  static constexpr int kSpacing = 4;
+  static constexpr int kSpacing = 3;
 
   struct Edit {
     int operation, slot;

@@ -70,6 +70,19 @@ class Effort:
     seconds: float
 
 
+@dataclasses.dataclass(frozen=True)
+class Improved:
+    """What a search made of a sequence.
+
+    Attributes:
+        steps: The sequence.
+        within: Whether the search counts it as within the budget; the simulator then does, too.
+    """
+
+    steps: list[int]
+    within: bool
+
+
 def compiled(graph: OperationGraph) -> NativeSearch | None:
     """The compiled search on a graph, None where there is no compiler."""
     library = load("recompute")
@@ -107,11 +120,11 @@ class NativeSearch:
         self._graph = _Graph(len(ops), len(graph.values), *[a.ctypes.data for a in self._arrays])
         self._library = library
 
-    def greedy(self, steps: Sequence[int], budget: int, reorder: bool, seconds: float, stages: int = 1) -> list[int]:
+    def greedy(self, steps: Sequence[int], budget: int, reorder: bool, seconds: float, stages: int = 1) -> Improved:
         """Relieves the peak of a sequence until it meets the budget or nothing helps."""
         return self._improve(steps, budget, reorder, Effort(0, 1.0, 1.0, 0, seconds), stages)
 
-    def anneal(self, steps: Sequence[int], budget: int, reorder: bool, effort: Effort) -> list[int]:
+    def anneal(self, steps: Sequence[int], budget: int, reorder: bool, effort: Effort) -> Improved:
         """The best sequence within the budget that annealing met, its last state where none was."""
         return self._improve(steps, budget, reorder, effort, 0)
 
@@ -131,7 +144,7 @@ class NativeSearch:
         )
         return found[:length].tolist() if length >= 0 else None
 
-    def _improve(self, steps: Sequence[int], budget: int, reorder: bool, effort: Effort, stages: int) -> list[int]:
+    def _improve(self, steps: Sequence[int], budget: int, reorder: bool, effort: Effort, stages: int) -> Improved:
         given = np.array(steps, np.int32)
         options = _Options(
             budget, effort.iterations, effort.hot, effort.cold, effort.seconds, effort.seed, reorder, stages
@@ -150,7 +163,7 @@ class NativeSearch:
         )
         if failed:
             raise PlanError(f"the search returned {result.length} steps, more than {capacity}")
-        return found[: result.length].tolist()
+        return Improved(found[: result.length].tolist(), result.excess <= 0)
 
 
 def _lists(lists: Iterable[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:

@@ -115,8 +115,10 @@ class _Run:
         for stages in _STAGES:
             if self.left() <= 0:
                 return
-            self.offer(self.native.greedy(order, self.problem.budget, self.reorder, self.left(), stages), "greedy")
+            self.offer(
+                self.native.greedy(order, self.problem.budget, self.reorder, self.left(), stages).steps, "greedy"
+            )
 
     def anneal(self, sequence: list[int], moves: float, hot: float, cold: float, seed: int) -> None:
         effort = Effort(moves, hot, cold, seed, self.left())
-        self.offer(self.native.anneal(sequence, self.problem.budget, self.reorder, effort), "search")
+        self.offer(self.native.anneal(sequence, self.problem.budget, self.reorder, effort).steps, "search")
