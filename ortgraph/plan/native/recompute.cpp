@@ -65,10 +65,10 @@ extern "C" __attribute__((visibility("default"))) int32_t recompute_improve(
 
 // One pass under a hard budget; writes the sequence and returns its length, -1 where it failed or got longer than `capacity`.
 extern "C" __attribute__((visibility("default"))) int32_t recompute_evict(
-    const RecomputeGraph* given, double budget, double patience, const int32_t* order, int32_t count, int32_t* out,
-    int32_t capacity) {
+    const RecomputeGraph* given, double budget, double patience, double seconds, const int32_t* order, int32_t count,
+    int32_t* out, int32_t capacity) {
   const Graph graph = view(*given);
-  Eviction eviction(graph, budget, patience);
+  Eviction eviction(graph, budget, patience, seconds);
   const std::vector<int32_t> found = eviction.run(std::vector<int32_t>(order, order + count), capacity);
   if (eviction.failed() || static_cast<int32_t>(found.size()) > capacity) return -1;
   std::memcpy(out, found.data(), found.size() * sizeof(int32_t));

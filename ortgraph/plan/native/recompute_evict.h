@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 
+#include "recompute_clock.h"
 #include "recompute_sequence.h"
 
 namespace recompute {
@@ -12,8 +13,8 @@ namespace recompute {
 // dropped is the one whose evaluation, with whatever it needs that is gone, costs least per byte and step until its next use.
 class Eviction {
  public:
-  Eviction(const Graph& graph, double budget, double patience)
-      : graph_(graph), budget_(budget), patience_(patience), live_(graph.values, 0), locked_(graph.values, 0),
+  Eviction(const Graph& graph, double budget, double patience, double seconds)
+      : graph_(graph), deadline_(seconds), budget_(budget), patience_(patience), live_(graph.values, 0), locked_(graph.values, 0),
         closed_(graph.operations, 0), done_(graph.operations, 0), seen_(graph.operations, 0), cursor_(graph.values, 0), wanted_(graph.values, 0),
         uses_(graph.values), readers_(graph.values) {
     for (int i = 0; i < graph.operations; ++i)
@@ -39,7 +40,7 @@ class Eviction {
     return steps_;
   }
 
-  // Something had to be evaluated again that must not be, or the sequence grew too long.
+  // Something had to be evaluated again that must not be, or the sequence grew too long, or time was up.
   bool failed() const { return failed_; }
 
  private:
@@ -103,6 +104,7 @@ class Eviction {
   }
 
   bool evict() {
+    failed_ |= deadline_.passed();
     look_ahead();
     int chosen = -1;
     double lowest = std::numeric_limits<double>::infinity();
@@ -146,6 +148,7 @@ class Eviction {
   }
 
   const Graph& graph_;
+  Deadline deadline_;
   double budget_, patience_, bytes_ = 0.0;
   int now_ = 0, stamp_ = 0;
   size_t longest_ = 0;

@@ -1,42 +1,12 @@
 // Moves on a sequence: greedy relief of the peak, and annealing with a price per byte over the budget.
 #pragma once
 
-#include <chrono>
 #include <cmath>
 
+#include "recompute_clock.h"
 #include "recompute_sequence.h"
 
 namespace recompute {
-
-class Random {
- public:
-  // Seeds that follow each other must not give shifted copies of one stream, hence the other factor.
-  explicit Random(uint64_t seed) : state_((seed + 1) * 0xD1342543DE82EF95ull) { bits(); }
-  uint64_t bits() {
-    uint64_t z = (state_ += 0x9E3779B97F4A7C15ull);
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-    return z ^ (z >> 31);
-  }
-  int below(int n) { return static_cast<int>((static_cast<unsigned __int128>(bits()) * n) >> 64); }
-  double unit() { return (static_cast<double>(bits() >> 11) + 0.5) * 0x1p-53; }
-  bool chance(double p) { return unit() < p; }
-
- private:
-  uint64_t state_;
-};
-
-class Deadline {
- public:
-  explicit Deadline(double seconds) : start_(Clock::now()), seconds_(seconds) {}
-  double elapsed() const { return std::chrono::duration<double>(Clock::now() - start_).count(); }
-  bool passed() const { return elapsed() >= seconds_; }
-
- private:
-  using Clock = std::chrono::steady_clock;
-  Clock::time_point start_;
-  double seconds_;
-};
 
 struct Options {
   double budget, iterations, hot, cold, seconds;  // temperatures in mean costs of an operation
@@ -78,7 +48,7 @@ class Search {
 
   // Annealing; the best sequence within the budget is kept in `best`.
   void anneal() {
-    price_ = 1.0;
+    price_ = 4.0;
     current_ = objective();
     remember();
     const double total = options_.iterations;
@@ -86,7 +56,7 @@ class Search {
       if (std::fmod(done, kPeriod) == 0.0) {
         if (deadline_.passed()) break;
         temperature_ = options_.hot * std::pow(options_.cold / options_.hot, done / total);
-        adjust_price();
+        adjust_price(done / total);
         if (crowded_ > 32 + sequence_.length() / 16) respace();
       }
       step();
@@ -100,6 +70,7 @@ class Search {
 
  private:
   static constexpr double kPeriod = 256;
+  static constexpr double kLate = 0.6;  // share of the moves
   static constexpr int kLongest = 64;  // operations evaluated again together
 
   double objective() {
@@ -114,9 +85,11 @@ class Search {
     best_ = sequence_.steps();
   }
 
-  void adjust_price() {
-    price_ *= sequence_.load().excess() > 0.0 ? 1.05 : 1.0 / 1.03;
-    price_ = std::min(std::max(price_, 0.05), 1000.0);
+  // Keeps the sequence near the budget; where nothing within it was found late, it only rises.
+  void adjust_price(double progress) {
+    if (sequence_.load().excess() > 0.0) price_ *= 1.05;
+    else if (found_ || progress < kLate) price_ /= 1.03;
+    price_ = std::min(std::max(price_, 0.05), found_ || progress < kLate ? 1000.0 : 1e6);
     current_ = objective();
   }
 

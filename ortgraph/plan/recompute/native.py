@@ -12,6 +12,7 @@ from ortgraph.errors import PlanError
 from ortgraph.plan.native import load
 from ortgraph.plan.operations import OperationGraph
 
+_LONGEST = 4  # steps of an eviction pass by length of its order; where it repeats more it helps nobody
 _EXACT = 2**49  # the search keeps bytes in doubles, with an offset of 2^50
 
 
@@ -128,15 +129,17 @@ class NativeSearch:
         """The best sequence within the budget that annealing met, its last state where none was."""
         return self._improve(steps, budget, reorder, effort, 0)
 
-    def evict(self, order: Sequence[int], budget: int, patience: float) -> list[int] | None:
-        """One pass over an order that drops values when bytes are short; None where that repeats too much."""
+    def evict(self, order: Sequence[int], budget: int, patience: float, seconds: float) -> list[int] | None:
+        """One pass over an order that drops values when bytes are short; None where that repeats too much
+        or takes too long."""
         given = np.array(order, np.int32)
-        capacity = 16 * len(given)
+        capacity = _LONGEST * len(given)
         found = np.empty(capacity, np.int32)
         length = self._library.recompute_evict(
             ctypes.byref(self._graph),
             ctypes.c_double(budget),
             ctypes.c_double(patience),
+            ctypes.c_double(seconds),
             ctypes.c_void_p(given.ctypes.data),
             len(given),
             ctypes.c_void_p(found.ctypes.data),

@@ -20,7 +20,7 @@ from ortgraph.plan.schedule import solve_order
 logger = logging.getLogger(__name__)
 # Shares of the time. The stage program is exact for one order and often done at once; the search changes the order too.
 _ORDER = 0.1
-_PROGRAM = 0.2
+_PROGRAM = 0.15
 _LAST_PROGRAM = 0.15  # on the order that the search found
 _PROVEN = 1e-5  # gap that counts as none: the program's own tolerance
 
@@ -76,10 +76,11 @@ class _Portfolio:
         if self.reorder:
             order = solve_order(graph, _ORDER * self.seconds)
             self.offer(make_solution(self.problem, order.sequence, "order", order.seconds))
-            starts.append(order.sequence)
+            if order.sequence != tuple(graph.given_order()):
+                starts.append(order.sequence)
         if self.done():
             return self.best
-        for sequence in (graph.given_order(), *starts):
+        for sequence in (tuple(graph.given_order()), *starts):
             program = self.program(sequence, _PROGRAM * self.seconds / (1 + len(starts)))
             if program is not None:
                 starts.append(program.sequence)

@@ -14,7 +14,9 @@ from ortgraph.plan.recompute.solution import RecomputeSolution, make_solution
 from ortgraph.plan.simulate import simulate
 
 _PATIENCE = (0.0, 0.25, 0.5, 1.0)
+_PASS = 0.15  # share of the time left for one eviction pass
 _STAGES = (1, 8)
+_RATE, _SLOWER = 2e6, 700.0  # moves per second on a slow machine: 2e6 / (1 + operations / 700)
 _MARGIN = 0.05  # seconds kept back for the last copies and the simulation of the result
 # Share of the moves, first and last temperature in mean costs of an operation, and whether it starts from the best so far
 # (else from the best start). Hot rounds find another arrangement, cool ones finish it: which pays differs by graph.
@@ -25,6 +27,8 @@ _ROUNDS = (
     (0.15, 0.3, 0.003, True),
     (0.15, 0.1, 0.003, True),
 )
+# Where no start is within the budget, one long round from the best order has to find what is.
+_TIGHT_ROUNDS = ((0.7, 1.0, 0.01, False), (0.2, 0.3, 0.005, True), (0.1, 0.1, 0.003, True))
 _LARGE = 1500  # operations: above it moves are too few for hot rounds
 _LARGE_ROUNDS = ((0.6, 0.1, 0.005, True), (0.4, 0.03, 0.003, True))
 
@@ -64,9 +68,11 @@ def solve_search(
             run.construct(sequence)
         else:
             run.offer(sequence, "start")
-    moves = max(seconds, 0.0) * 1e6 / (1.0 + len(given) / 1500.0)
-    rounds = _ROUNDS if len(given) <= _LARGE else _LARGE_ROUNDS
-    first = run.best
+    moves = max(seconds, 0.0) * _RATE / (1.0 + len(given) / _SLOWER)
+    # A sequence with repeats that is still over the budget is a worse start than the order without them.
+    orders = [run.measure(list(o), "order") for o in (given, *starts) if len(o) == len(given)]
+    first = min(orders, key=lambda o: o.key) if run.best.key[0] else run.best
+    rounds = _TIGHT_ROUNDS if run.best.key[0] else _ROUNDS if len(given) <= _LARGE else _LARGE_ROUNDS
     for k, (share, hot, cold, best) in enumerate(rounds):
         if run.left() <= 0 or run.best.key <= (0, problem.graph.cost):
             break
@@ -98,9 +104,7 @@ class _Run:
         profile = simulate(self.problem.graph, sequence)
         return _Found((max(profile.peak - self.problem.budget, 0), profile.cost), sequence, solver)
 
-    def offer(self, sequence: list[int] | None, solver: str) -> None:
-        if sequence is None:
-            return
+    def offer(self, sequence: list[int], solver: str) -> None:
         found = self.measure(sequence, solver)
         if found.key < self.best.key:
             self.best = found
@@ -111,7 +115,10 @@ class _Run:
         for patience in _PATIENCE:
             if self.left() <= 0 or self.best.key <= (0, self.problem.graph.cost):
                 return
-            self.offer(self.native.evict(order, self.problem.budget, patience), "evict")
+            evicted = self.native.evict(order, self.problem.budget, patience, _PASS * self.left())
+            if evicted is None:
+                break
+            self.offer(evicted, "evict")
         for stages in _STAGES:
             if self.left() <= 0:
                 return

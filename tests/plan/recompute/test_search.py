@@ -86,7 +86,7 @@ def test_every_constraint_holds_and_the_budget_is_what_the_simulator_counts(
             profile = simulate(graph, found.steps)  # raises where a constraint is broken
             assert not found.within or profile.peak <= budget
             assert reorder or list(dict.fromkeys(found.steps)) == given
-        evicted = native.evict(given, budget, 0.5)
+        evicted = native.evict(given, budget, 0.5, 60.0)
         if evicted is not None:
             simulate(graph, evicted)
             assert list(dict.fromkeys(evicted)) == given
