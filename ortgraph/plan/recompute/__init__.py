@@ -6,6 +6,7 @@ from ortgraph.plan.recompute.portfolio import solve
 from ortgraph.plan.recompute.problem import RecomputeProblem
 from ortgraph.plan.recompute.search import solve_search
 from ortgraph.plan.recompute.solution import RecomputeSolution, validate
+from ortgraph.plan.recompute.stages import solve_stages
 
 __all__ = [
     "MemoryFloor",
@@ -15,5 +16,6 @@ __all__ = [
     "solve",
     "solve_greedy",
     "solve_search",
+    "solve_stages",
     "validate",
 ]

@@ -28,7 +28,8 @@ _ROUNDS = (
     (0.15, 0.1, 0.003, True),
 )
 # Where no start is within the budget, one long round from the best order has to find what is.
-_TIGHT_ROUNDS = ((0.7, 1.0, 0.01, False), (0.2, 0.3, 0.005, True), (0.1, 0.1, 0.003, True))
+_TIGHT_ROUNDS = ((0.7, 2.0, 0.01, False), (0.2, 0.3, 0.005, True), (0.1, 0.1, 0.003, True))
+_REPAIR = 0.1  # seconds past the time for greedy drops where annealing ended over the budget
 _LARGE = 1500  # operations: above it moves are too few for hot rounds
 _LARGE_ROUNDS = ((0.6, 0.1, 0.005, True), (0.4, 0.03, 0.003, True))
 
@@ -77,6 +78,9 @@ def solve_search(
         if run.left() <= 0 or run.best.key <= (0, problem.graph.cost):
             break
         run.anneal((run.best if best else first).sequence, share * moves, hot, cold, seed + k)
+    if run.best.key[0]:
+        repaired = native.greedy(run.best.sequence, problem.budget, reorder, _REPAIR)
+        run.offer(repaired.steps, "search")
     return make_solution(problem, run.best.sequence, run.best.solver, time.perf_counter() - start)
 
 
@@ -112,7 +116,8 @@ class _Run:
     def construct(self, order: list[int]) -> None:
         """Offers an order, eviction passes over it, and greedy drops in it."""
         self.offer(order, "order")
-        for patience in _PATIENCE:
+        patiences = _PATIENCE if len(order) <= _LARGE else _PATIENCE[1:2]
+        for patience in patiences:
             if self.left() <= 0 or self.best.key <= (0, self.problem.graph.cost):
                 return
             evicted = self.native.evict(order, self.problem.budget, patience, _PASS * self.left())
