@@ -12,11 +12,11 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from bench.memory_bound import overhead_bounds
 from bench.memory_rows import Row, row, stopwatch
 from ortgraph.errors import PlanError
 from ortgraph.plan.operations import OperationGraph
 from ortgraph.plan.recompute import RecomputeProblem, RecomputeSolution, memory_floor, solve, validate
+from ortgraph.plan.recompute.bound import overhead_bounds
 from ortgraph.plan.simulate import simulate
 
 if TYPE_CHECKING:

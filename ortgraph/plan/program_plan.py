@@ -23,6 +23,7 @@ from ortgraph.runtime.program import loss_value, needed_nodes, results_of
 from ortgraph.runtime.selection import wanted_outputs
 
 logger = logging.getLogger(__name__)
+_TOLERANCE = 1e-3  # of the step's time over the bound: below what can be measured
 _PLACEMENTS = 4  # tries to bring the placed arena under the budget
 
 
@@ -184,7 +185,7 @@ def _fit(
     for _ in range(_PLACEMENTS):
         left = max(end - time.perf_counter(), seconds / _PLACEMENTS)
         try:
-            found = solve(RecomputeProblem(problem.operations, target), left, reorder)
+            found = solve(RecomputeProblem(problem.operations, target), left, reorder, _TOLERANCE)
         except PlanError as error:
             raise _with_scratch(error, limit, scratch) from error
         arena = place(sequence_buffers(problem.operations, found.sequence), seconds / _PLACEMENTS, capacity=limit)

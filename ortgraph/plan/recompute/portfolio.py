@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 
 from ortgraph.errors import PlanError, RuntimeSetupError
+from ortgraph.plan.recompute.bound import overhead_bounds
 from ortgraph.plan.recompute.floor import check_floor
 from ortgraph.plan.recompute.greedy import solve_greedy
 from ortgraph.plan.recompute.native import compiled
@@ -23,9 +24,13 @@ _ORDER = 0.1
 _PROGRAM = 0.15
 _LAST_PROGRAM = 0.15  # on the order that the search found
 _PROVEN = 1e-5  # gap that counts as none: the program's own tolerance
+_BOUND = 0.1  # for the bound over all orders, which may end the search before it begins
+_BOUNDED = 2000  # operations: above it the bound takes longer than its share
 
 
-def solve(problem: RecomputeProblem, seconds: float = 5.0, reorder: bool = True) -> RecomputeSolution:
+def solve(
+    problem: RecomputeProblem, seconds: float = 5.0, reorder: bool = True, tolerance: float = 0.0
+) -> RecomputeSolution:
     """The cheapest sequence found whose peak is at most the budget.
 
     In turn: the given order; another order (``solve_order``); the stage program on both, where SciPy is installed; eviction
@@ -35,10 +40,10 @@ def solve(problem: RecomputeProblem, seconds: float = 5.0, reorder: bool = True)
         problem: Graph and budget.
         seconds: Wall time; the best so far is returned then.
         reorder: First evaluations may change their order; with False they keep the given one.
+        tolerance: Gap that is good enough (0.001 is 0.1 % of the cost): a sequence so near its bound ends the search.
 
     Returns:
-        The best sequence. Its bound holds for the given order where ``reorder`` is False, else it is the cost of
-        evaluating everything once.
+        The best sequence. Its bound holds for the given order where ``reorder`` is False, else for all orders.
 
     Raises:
         PlanError: The budget is below the memory floor, or no sequence within it was found.
@@ -49,7 +54,7 @@ def solve(problem: RecomputeProblem, seconds: float = 5.0, reorder: bool = True)
     given = make_solution(problem, problem.graph.given_order(), "given", time.perf_counter() - start)
     if given.met:
         return given
-    found = _Portfolio(problem, reorder, given, start, seconds).solve()
+    found = _Portfolio(problem, reorder, given, start, seconds, tolerance).solve()
     found = dataclasses.replace(found, seconds=time.perf_counter() - start)
     if not found.met:
         raise PlanError(
@@ -62,13 +67,22 @@ def solve(problem: RecomputeProblem, seconds: float = 5.0, reorder: bool = True)
 
 class _Portfolio:
     def __init__(
-        self, problem: RecomputeProblem, reorder: bool, given: RecomputeSolution, start: float, seconds: float
+        self,
+        problem: RecomputeProblem,
+        reorder: bool,
+        given: RecomputeSolution,
+        start: float,
+        seconds: float,
+        tolerance: float,
     ) -> None:
         self.problem = problem
         self.reorder = reorder
         self.best = given
         self.until = start + seconds
         self.seconds = seconds
+        self.tolerance = max(tolerance, _PROVEN)
+        self.bound = problem.graph.cost  # over all orders
+        self.programs = True  # until SciPy turns out to be absent
 
     def solve(self) -> RecomputeSolution:
         graph = self.problem.graph
@@ -84,6 +98,10 @@ class _Portfolio:
             program = self.program(sequence, _PROGRAM * self.seconds / (1 + len(starts)))
             if program is not None:
                 starts.append(program.sequence)
+        if self.programs and self.reorder and self.best.met and len(graph.operations) <= _BOUNDED:
+            (least,) = overhead_bounds(graph, [self.problem.budget], _BOUND * self.seconds)
+            self.bound = graph.cost * (1.0 + least)
+            self.offer(self.best)
         if self.done():
             return self.best
         if compiled(graph) is None:
@@ -99,12 +117,11 @@ class _Portfolio:
         return self.until - time.perf_counter()
 
     def done(self) -> bool:
-        proven = self.best.gap <= (0.0 if self.reorder else _PROVEN)
-        return self.best.met and proven or self.left() <= 0
+        return self.best.met and self.best.gap <= self.tolerance or self.left() <= 0
 
     def offer(self, found: RecomputeSolution) -> None:
         """Keeps the better one, and the larger bound where it holds for every sequence that is allowed."""
-        bound = max(self.best.bound, found.bound) if not self.reorder else self.problem.graph.cost
+        bound = max(self.best.bound, found.bound) if not self.reorder else self.bound
         if _key(found) < _key(self.best):
             self.best = found
         self.best = dataclasses.replace(self.best, bound=min(bound, self.best.cost))
@@ -114,6 +131,7 @@ class _Portfolio:
             found = solve_stages(self.problem, seconds, order)
         except RuntimeSetupError as error:
             logger.info("no stage program: %s", error)
+            self.programs = False
             return None
         self.offer(found)
         return found

@@ -22,11 +22,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ortgraph.errors import RuntimeSetupError
 from ortgraph.plan.operations import OperationGraph
 from ortgraph.plan.recompute.floor import check_floor
 from ortgraph.plan.recompute.greedy import _relieve
 from ortgraph.plan.recompute.problem import RecomputeProblem
+from ortgraph.plan.recompute.program import solve_program
 from ortgraph.plan.recompute.solution import RecomputeSolution, make_solution
 from ortgraph.plan.simulate import simulate
 
@@ -154,24 +154,14 @@ class _Program:
 
     def solve(self, moments: Sequence[int], budget: int, seconds: float) -> _Found:
         """Solve for moments (positions, ascending)."""
-        try:
-            from scipy.optimize import Bounds, LinearConstraint, milp
-            from scipy.sparse import coo_array
-        except ImportError as error:
-            raise RuntimeSetupError("the stage program needs SciPy", "pip install scipy") from error
         n, k, count = len(self.order), len(self.graph.values), len(moments)
         rows, low, high, least, most, cost = self._rows(moments, budget)
         where = np.concatenate([r for r, _, _ in rows])
         columns = np.concatenate([c for _, c, _ in rows])
         factors = np.concatenate([f for _, _, f in rows])
-        matrix = coo_array((factors, (where, columns)), shape=(len(low), count * (n + k))).tocsc()
         integral = np.tile(np.concatenate([np.ones(n), np.zeros(k)]), count)
-        result = milp(
-            cost,
-            integrality=integral,
-            bounds=Bounds(least, most),
-            constraints=LinearConstraint(matrix, low, high),
-            options={"time_limit": max(seconds, 0.05), "mip_rel_gap": _GAP},
+        result = solve_program(
+            cost, (where, columns, factors), (low, high), (least, most), integral, max(seconds, 0.05), _GAP
         )
         if result.x is None:
             return _Found(None, None, 0.0)

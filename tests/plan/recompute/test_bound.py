@@ -9,8 +9,8 @@ import random
 
 import pytest
 
-from bench.memory_bound import MomentBound, overhead_bounds
 from ortgraph.plan.operations import Operation, OperationGraph, PlanValue
+from ortgraph.plan.recompute.bound import MomentBound, overhead_bounds
 
 pytest.importorskip("scipy")
 

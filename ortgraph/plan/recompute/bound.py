@@ -22,7 +22,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ortgraph.errors import RuntimeSetupError
 from ortgraph.plan.operations import OperationGraph
+from ortgraph.plan.recompute.program import solve_program
 from ortgraph.plan.simulate import simulate
 
 logger = logging.getLogger(__name__)
@@ -43,8 +45,6 @@ class MomentBound:
     graph: OperationGraph
 
     def __post_init__(self) -> None:
-        from scipy.sparse import coo_array
-
         graph, n, k = self.graph, len(self.graph.operations), len(self.graph.values)
         self.unit = max(1, max((v.size for v in graph.values), default=1))
         self.cost = graph.cost or 1.0
@@ -77,7 +77,7 @@ class MomentBound:
         where = np.repeat(np.arange(len(rows)), [len(c) for c, _ in rows])
         columns = np.concatenate([np.array(c, dtype=np.int64) for c, _ in rows])
         factors = np.concatenate([np.array(f, dtype=np.float64) for _, f in rows])
-        self.matrix = coo_array((factors, (where, columns)), shape=(len(rows), 2 * n + k)).tocsc()
+        self.entries = (where, columns, factors)
         self.low, self.high = np.array(low, dtype=np.float64), np.array(high, dtype=np.float64)
         share = np.array([o.cost / self.cost for o in graph.operations])
         self.objective = np.concatenate([share, share, np.zeros(k)])
@@ -95,8 +95,6 @@ class MomentBound:
             integral: Solve in integers; what is proven when the time is over counts.
             seconds: Wall time.
         """
-        from scipy.optimize import Bounds, LinearConstraint, milp
-
         graph, n, k = self.graph, len(self.graph.operations), len(self.graph.values)
         operation = graph.operations[v]
         low, high = self.low.copy(), self.high.copy()
@@ -113,13 +111,8 @@ class MomentBound:
             high[self.made[u]] = 1
         inplace = sum({r: graph.values[r].size for _, r in operation.inplace}.values())
         high[self.load] = (budget - operation.scratch + inplace) / self.unit
-        result = milp(
-            self.objective,
-            integrality=self.integral if integral else None,
-            bounds=Bounds(least, most),
-            constraints=LinearConstraint(self.matrix, low, high),
-            options={"time_limit": max(seconds, 0.01), "mip_rel_gap": 0.0},
-        )
+        integers = self.integral if integral else None
+        result = solve_program(self.objective, self.entries, (low, high), (least, most), integers, seconds)
         if result.status == _INFEASIBLE:
             return float("inf")
         # Only an optimal linear program bounds anything; one in integers has a bound of its own when it is cut short.
@@ -142,10 +135,11 @@ def overhead_bounds(graph: OperationGraph, budgets: Sequence[int], seconds: floa
         fixed: First evaluations keep the given order; by default the bounds hold for every order.
     """
     start = time.perf_counter()
+    bound = MomentBound(graph)
     try:
-        bound = MomentBound(graph)
-    except ImportError as error:
-        logger.warning("no bounds on the overhead: %s (pip install scipy)", error)
+        bound.at(0, max(budgets), fixed)
+    except RuntimeSetupError as error:
+        logger.warning("no bounds on the overhead: %s", error)
         return [0.0] * len(budgets)
     # Moments that are busy in the given order come first, then those that bounded the budget before: a deadline may end
     # the ranking. The largest budget has time for all of them.
