@@ -156,7 +156,7 @@ def test_largest_batch(cli, free_file):
         "--overhead",
         "5%",
         "--seconds",
-        1,
+        0.2,
     )
     ran = cli(*words)
     assert ran.code == 0, ran.err

@@ -21,7 +21,7 @@ MEMORY = 400_000  # a few dozen rows
 @pytest.fixture(scope="module")
 def free(captured_blocks):
     """With recomputation, without a limit on its time."""
-    return largest_batch(captured_blocks, MEMORY, optimizer=AdamW(lr=1e-2), seconds=1)
+    return largest_batch(captured_blocks, MEMORY, optimizer=AdamW(lr=1e-2), seconds=0.2)
 
 
 def needed(graph) -> int:
@@ -39,7 +39,7 @@ def test_it_fits_and_the_next_does_not(captured_blocks, free) -> None:
 
 
 def test_without_recomputation_it_is_exact(captured_blocks) -> None:
-    found = largest_batch(captured_blocks, MEMORY, optimizer=AdamW(lr=1e-2), max_overhead=0.0, reorder=False, seconds=1)
+    found = largest_batch(captured_blocks, MEMORY, optimizer=AdamW(lr=1e-2), max_overhead=0.0, reorder=False, seconds=0.2)
     assert found.fit.plan.after.overhead == 0
     sizes = (found.fit.size, found.fit.size + 1)
     within = [needed(ready_graph(captured_blocks, {"batch": n}, optimizer=AdamW(lr=1e-2))) <= MEMORY for n in sizes]
@@ -64,8 +64,8 @@ def test_a_size_that_fails_by_chance_does_not_end_the_search(captured_blocks, mo
 
 
 def test_more_time_allows_a_larger_batch(captured_blocks, free) -> None:
-    capped = largest_batch(captured_blocks, MEMORY, optimizer=AdamW(lr=1e-2), max_overhead=0.05, seconds=1)
-    none = largest_batch(captured_blocks, MEMORY, optimizer=AdamW(lr=1e-2), max_overhead=0.0, seconds=1)
+    capped = largest_batch(captured_blocks, MEMORY, optimizer=AdamW(lr=1e-2), max_overhead=0.05, seconds=0.2)
+    none = largest_batch(captured_blocks, MEMORY, optimizer=AdamW(lr=1e-2), max_overhead=0.0, seconds=0.2)
     assert none.fit.size <= capped.fit.size <= free.fit.size and none.fit.size < free.fit.size
     assert capped.fit.plan.after.overhead <= 0.05
     assert "more predicted time, over the 5.0% allowed" in capped.next.reason
@@ -83,14 +83,14 @@ def test_the_session_runs_it_in_that_arena(captured_blocks, free) -> None:
 
 
 def test_gradients_alone_and_the_end_of_the_search(captured_blocks) -> None:
-    found = largest_batch(captured_blocks, "1GB", largest=16, seconds=1)
+    found = largest_batch(captured_blocks, "1GB", largest=16, seconds=0.2)
     assert found.fit.size == 16 and found.next is None and found.fit.plan.program == "gradients"
     assert found.tried == (1, 2, 16)
 
 
 def test_a_lowered_graph_with_a_symbolic_batch(captured_blocks) -> None:
     lowered = ortgraph.optimize(captured_blocks, "O2", optimizer=AdamW(lr=1e-2)).graph
-    found = largest_batch(lowered, MEMORY, max_overhead=0.0, reorder=False, seconds=1)
+    found = largest_batch(lowered, MEMORY, max_overhead=0.0, reorder=False, seconds=0.2)
     assert found.fit.plan.program == "step" and found.next.plan is None
     sizes = (found.fit.size, found.fit.size + 1)
     assert [needed(ready_graph(lowered, {"batch": n})) <= MEMORY for n in sizes] == [True, False]
