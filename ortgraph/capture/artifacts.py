@@ -12,7 +12,7 @@ import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from ortgraph.capture.onnx_read import infer_missing, name_dimensions, name_node
 from ortgraph.capture.onnx_seed import seed_input
 from ortgraph.capture.onnx_shapes import record_symbolic_shapes
 from ortgraph.errors import InputError, RuntimeSetupError, SignatureError
-from ortgraph.graph import Names, Parameter, Signature, TrainingGraph
+from ortgraph.graph import Buffer, Names, Parameter, Signature, TrainingGraph
 from ortgraph.graph.edit import PHASE_KEY, remove_node
 
 TRAINING, EVALUATION, OPTIMIZER, CHECKPOINT = (
@@ -63,8 +63,9 @@ def read_artifacts(folder: str | os.PathLike[str]) -> TrainingGraph:
     """The training graph of an artifact folder (``training_model.onnx``, ``checkpoint``, ``optimizer_model.onnx``).
 
     Gradients lose their accumulators and become outputs ``<parameter>.grad``; the constant seed of the backward half
-    becomes the input ``loss_gradient``. The optimizer's kind and settings are kept in the signature's metadata. The
-    folder is never written to.
+    becomes the input ``loss_gradient``. Running statistics, which the runtime's BatchNormInternal overwrites in place,
+    become buffers with an output ``<name>.update``. The optimizer's kind and settings are kept in the signature's
+    metadata. The folder is never written to.
 
     Raises:
         InputError: A file is missing or is no ONNX Runtime artifact.
@@ -91,6 +92,8 @@ def read_artifacts(folder: str | os.PathLike[str]) -> TrainingGraph:
     if lost:
         raise InputError(f"{folder}: trainable parameter {lost[0]!r} has no accumulator", "make the artifacts again")
     loss = str(graph.outputs[0].name)
+    outputs = tuple(str(v.name) for v in graph.outputs if v.name != loss and v.name not in gradients.values())
+    updates = _running_statistics(graph, values.keys() - gradients.keys(), names)
     seed = _seed(graph, loss, names, folder)
     _mark_phases(graph)
     finish_embeddings(graph, names)(Joint({}, graph.outputs[0], tuple(graph)))
@@ -102,8 +105,9 @@ def read_artifacts(folder: str | os.PathLike[str]) -> TrainingGraph:
     signature = Signature(
         loss=loss,
         inputs=tuple(str(v.name) for v in graph.inputs if v.name not in values and v.name != seed),
-        parameters=tuple(Parameter(n, n in gradients, gradients.get(n)) for n in parameter_names),
-        outputs=tuple(str(v.name) for v in graph.outputs if v.name != loss and v.name not in gradients.values()),
+        parameters=tuple(Parameter(n, n in gradients, gradients.get(n)) for n in parameter_names if n not in updates),
+        buffers=tuple(Buffer(n, updates[n]) for n in parameter_names if n in updates),
+        outputs=outputs,
         loss_gradient=seed,
         first_backward=next((n.name for n in graph if n.metadata_props.get(PHASE_KEY) == "backward"), None),
         metadata=metadata,
@@ -172,6 +176,34 @@ def _take_accumulators(graph: ir.Graph, names: Names, folder: pathlib.Path) -> d
         )
     graph.inputs[:] = [v for v in graph.inputs if v not in dropped]
     return gradients
+
+
+def _running_statistics(graph: ir.Graph, fixed: Set[str], names: Names) -> dict[str, str]:
+    """Make the new running statistics graph outputs. Returns these by statistic.
+
+    The runtime's kernel writes them over its inputs, so of several nodes that share one each reads what the one before
+    it left. Where the new value is not named in the file the kernel keeps it to itself: it is named here.
+    """
+    latest: dict[str, ir.Value] = {}
+    for node in graph:
+        if node.op_type != "BatchNormInternal" or not node.attributes.get_int("training_mode", 1):
+            continue
+        for i in (3, 4):
+            statistic = node.inputs[i]
+            name = "" if statistic is None else str(statistic.name)
+            if statistic is None or name not in fixed or not statistic.is_graph_input():
+                continue
+            new = node.outputs[i - 2]
+            if not new.name:
+                new.name = names.fresh(f"{name}.new")
+            new.type, new.shape = statistic.type, statistic.shape
+            if name in latest:
+                node.replace_input_with(i, latest[name])
+            latest[name] = new
+    for name, value in latest.items():
+        value.name = names.fresh(f"{name}.update")
+        graph.outputs.append(value)
+    return {name: str(value.name) for name, value in latest.items()}
 
 
 def _seed(graph: ir.Graph, loss: str, names: Names, folder: pathlib.Path) -> str:

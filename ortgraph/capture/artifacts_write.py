@@ -24,11 +24,12 @@ from ortgraph.capture.artifacts import (
 from ortgraph.capture.onnx_joint import keep_outputs
 from ortgraph.errors import UnsupportedError
 from ortgraph.graph import Names, TrainingGraph, is_used, replace_value
-from ortgraph.graph.edit import remove_node
+from ortgraph.graph.edit import remove_node, trim_inputs
 from ortgraph.graph.training_graph import METADATA_KEY
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.expand import expand_composites
 from ortgraph.ops.spec import COMPOSITE, CONTRIB, KERNELS
+from ortgraph.runtime.inference_export import kept_statistics, uses_batch_statistics
 from ortgraph.runtime.prepare import CLEAN, run_passes
 
 _IR_VERSION = 8  # of the small optimizer model; the runtime takes at most 10
@@ -260,12 +261,14 @@ def _evaluation_form(body: ir.Graph, node: ir.Node, names: Names) -> None:
         if len(node.outputs) > 1 and is_used(node.outputs[1]):
             raise UnsupportedError(f"node {node.name!r}: the mask of Dropout is a model output", "drop that output")
         _replace(node, (build.op("Identity", node.inputs[0]),))
-    elif node.op_type in ("BatchNorm", "BatchNormInternal"):
+    elif uses_batch_statistics(node):
         epsilon = node.attributes.get_float("epsilon", 1e-5)
-        _replace(node, (build.op("BatchNormalization", *node.inputs[:5], epsilon=epsilon),))
+        made = build.op("BatchNormalization", *node.inputs[:3], *kept_statistics(node), epsilon=epsilon)
+        replace_value(node.outputs[0], made)  # the node goes with its last reader, a later use of the statistics
 
 
 def _serialize(graph: TrainingGraph) -> onnx.ModelProto:
+    trim_inputs(graph.graph)
     graph.model.metadata_props.clear()
     graph.graph.opset_imports.pop(COMPOSITE, None)
     return ir.serde.serialize_model(graph.model)

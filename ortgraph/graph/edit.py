@@ -111,6 +111,14 @@ def add_constant(graph: ir.Graph, tensor: ir.TensorProtocol, name: str) -> ir.Va
     return value
 
 
+def trim_inputs(graph: ir.Graph) -> None:
+    """Drop absent optional inputs at the end of a node: ONNX Runtime's fusions read them and die (LayerNormalization
+    with an empty third input behind an Add)."""
+    for node in graph.all_nodes():
+        while node.inputs and node.inputs[-1] is None:
+            node.resize_inputs(len(node.inputs) - 1)
+
+
 def take_type(new: ir.Value, old: ir.Value) -> None:
     """Record on ``new`` what is recorded on the value that it replaces: dtype and shape."""
     if old.dtype is not None:

@@ -17,10 +17,10 @@ import onnx_ir as ir
 
 from ortgraph.errors import InputError
 from ortgraph.graph import Names, Signature, TrainingGraph, replace_value
-from ortgraph.graph.edit import take_type
+from ortgraph.graph.edit import MODULE_KEY, SOURCE_KEY, take_type, trim_inputs
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.expand import can_expand, expand_composites, expand_node
-from ortgraph.ops.spec import COMPOSITE
+from ortgraph.ops.spec import COMPOSITE, CONTRIB
 from ortgraph.runtime.program import MAX_IR_VERSION, needed_nodes
 
 logger = logging.getLogger(__name__)
@@ -56,21 +56,65 @@ def evaluation_form(graph: TrainingGraph) -> TrainingGraph:
         form.model.metadata_props.pop(key, None)
     names = Names(g)
     for node in tuple(g):
-        if node.domain == COMPOSITE and node.op_type == "Dropout":
+        if node.op_type == "Dropout" and node.domain in ("", "ai.onnx", COMPOSITE):
+            if node.domain != COMPOSITE and len(node.inputs) > 2:
+                node.replace_input_with(2, None)  # why: a mask that is read is all true from here on
             replace_value(node.outputs[0], node.inputs[0])  # type: ignore[arg-type]
-        elif node.domain == COMPOSITE and node.op_type == "BatchNorm":
+        elif uses_batch_statistics(node):
             _normalize_by_running_statistics(node, names)
     form.signature = _forward_signature(signature)
     _keep_outputs(g, {signature.loss, *signature.outputs})
     return form
 
 
+def uses_batch_statistics(node: ir.Node) -> bool:
+    """Whether a node normalizes by its batch in training, and by running statistics in evaluation."""
+    if node.domain == COMPOSITE:
+        # A layer that keeps no running statistics normalizes by its batch always: capture leaves their outputs out.
+        return node.op_type == "BatchNorm" and any(o.name for o in node.outputs[1:3])
+    if node.domain == CONTRIB:
+        return node.op_type == "BatchNormInternal" and bool(node.attributes.get_int("training_mode", 1))
+    return node.op_type == "BatchNormalization" and bool(node.attributes.get_int("training_mode", 0))
+
+
 def _normalize_by_running_statistics(node: ir.Node, names: Names) -> None:
     build = Builder(node.graph, BY, before=node, origins=[node], names=names)  # type: ignore[arg-type]
     epsilon = node.attributes.get_float("epsilon", 1e-5)
-    result = build.op("BatchNormalization", *node.inputs[:5], epsilon=epsilon, name=node.name or "")
+    statistics = kept_statistics(node)
+    result = build.op("BatchNormalization", *node.inputs[:3], *statistics, epsilon=epsilon, name=node.name or "")
     take_type(result, node.outputs[0])
     replace_value(node.outputs[0], result)
+
+
+def drawn(form: TrainingGraph) -> str | None:
+    """The node of an evaluation form that draws from the random state, in words; None when none does.
+
+    Only Dropout is known to be switched off in evaluation. What else draws (Dropout2d, AlphaDropout, noise that a
+    module adds while it trains) is part of the form.
+    """
+    states = {s.input for s in form.signature.states if s.kind == "random_key"}
+    key = next((v for v in form.graph.inputs if v.name in states), None)
+    if key is None:
+        return None
+    reader = next((use.node for use in key.uses()), None)
+    if reader is None:
+        return str(key.name)
+    at = [reader.metadata_props[k] for k in (MODULE_KEY, SOURCE_KEY) if k in reader.metadata_props]
+    return f"{reader.op_type} {reader.name!r} ({', '.join(at)})" if at else f"{reader.op_type} {reader.name!r}"
+
+
+def kept_statistics(node: ir.Node) -> tuple[ir.Value | None, ir.Value | None]:
+    """Running mean and variance as they are before the step: where a layer is applied twice, the second application
+    trains on what the first has updated."""
+    found = []
+    for i in (3, 4):
+        value = node.inputs[i]
+        while value is not None and (maker := value.producer()) is not None and uses_batch_statistics(maker):
+            if value.index() != i - 2:
+                break
+            value = maker.inputs[i]
+        found.append(value)
+    return found[0], found[1]
 
 
 def _forward_signature(s: Signature) -> Signature:
@@ -127,7 +171,8 @@ def export_inference(
         path: An .onnx file; beyond 2 GB the weights go into a file beside it.
 
     Raises:
-        InputError: The path is no .onnx file in an existing folder, or an operator has no standard form.
+        InputError: The path is no .onnx file in an existing folder, an operator has no standard form, or random numbers
+            are drawn by anything but Dropout.
     """
     path = pathlib.Path(path)
     if path.suffix != ".onnx" or not path.absolute().parent.is_dir():
@@ -143,6 +188,11 @@ def export_inference(
     elif form.signature.loss in outputs and len(outputs) == 1:
         logger.info("the loss is the only output")
     _keep_outputs(g, outputs)
+    if (drawing := drawn(form)) is not None:
+        raise InputError(
+            f"an output of the model depends on random numbers: {drawing}",
+            "switch that layer off with module.eval() before capture; nn.Dropout itself is left out",
+        )
     expand_composites(form, by=BY)
     for node in [n for n in g.all_nodes() if n.domain not in ("", "ai.onnx")]:
         if not can_expand(node):
@@ -159,6 +209,7 @@ def export_inference(
     _keep_outputs(g, outputs)
     for domain in [d for d in g.opset_imports if d not in ("", "ai.onnx")]:
         del g.opset_imports[domain]
+    trim_inputs(g)
     form.model.metadata_props.clear()
     form.model.ir_version = min(form.model.ir_version, MAX_IR_VERSION)
     _write(form.model, path)

@@ -155,7 +155,10 @@ class TrainingSession(SessionState):
         return float(program.value(self.signature.loss))
 
     def evaluate(self, batch: Batch) -> dict[str, np.ndarray]:
-        """Loss and outputs in evaluation mode (no dropout, running statistics); forward only, commits nothing.
+        """Loss and outputs in evaluation mode (no Dropout, running statistics); forward only, commits nothing.
+
+        Whatever else draws random numbers in training (Dropout2d, noise of the module's own) does so here: a warning
+        is logged.
 
         Raises:
             InputError: The graph was lowered without keeping its evaluation form, and has training-only operators.
@@ -280,6 +283,8 @@ class TrainingSession(SessionState):
         if kind == "evaluate":
             if self._evaluation_form is None:
                 self._evaluation_form = inference_export.evaluation_form(self.graph)
+                if (drawing := inference_export.drawn(self._evaluation_form)) is not None:
+                    logger.warning("evaluation draws random numbers as training does: %s", drawing)
             source, cache = self._evaluation_form, self._evaluation
         else:
             source, cache = self.graph, self._prepared

@@ -195,6 +195,90 @@ def test_dropout_and_batch_norm_become_the_runtimes_own(tmp_path, onnx_tools):
     assert first == second, "evaluation draws"
 
 
+NORMS = """g (int64[N] x, float[7,4] table, float[4] s, float[4] b, float[4] mean, float[4] var, float[4,3] w)
+    => (float[N,3] output) {{ t = Constant<value=bool {{1}}>() r = Constant<value=float {{{ratio}}}>()
+    e = Gather(table, x) {norms} d, kept = Dropout(n, r, t) output = MatMul(d, w) }}"""
+ONE = "n, m1, v1 = BatchNormalization<momentum=0.7,training_mode=1>(e, s, b, mean, var)"
+TWO = (
+    f"{ONE.replace('n, m1', 'k, m1')} n, m2, v2 = BatchNormalization<momentum=0.7,training_mode=1>(k, s, b, mean, var)"
+)
+
+
+def _with_norms(tmp_path, onnx_tools, norms: str, ratio: float) -> tuple[pathlib.Path, onnx.ModelProto]:
+    rng = np.random.default_rng(0)
+    shapes = {"table": (7, 4), "s": (4,), "b": (4,), "mean": (4,), "var": (4,), "w": (4, 3)}
+    values = {k: rng.random(s).astype(np.float32) + 0.5 for k, s in shapes.items()}
+    model = onnx_tools.make_model(NORMS.format(norms=norms, ratio=ratio), opset=17, **values)
+    folder = tmp_path / "normed"
+    folder.mkdir()
+    artifacts.generate_artifacts(
+        model, requires_grad=["table", "s", "b", "w"], frozen_params=["mean", "var"],
+        loss=artifacts.LossType.CrossEntropyLoss, optimizer=artifacts.OptimType.AdamW,
+        artifact_directory=str(folder), prefix="",
+    )  # fmt: skip
+    return folder, model
+
+
+def _statistics_after(folder: pathlib.Path, batch: dict[str, np.ndarray], steps: int) -> dict[str, np.ndarray]:
+    state = api.CheckpointState.load_checkpoint(str(folder / "checkpoint"))
+    module = api.Module(str(folder / "training_model.onnx"), state)
+    module.train()
+    for _ in range(steps):
+        module(*batch.values())
+    return {n: np.array(p.data) for n, p in state.parameters if n in ("mean", "var")}
+
+
+@pytest.mark.parametrize("norms", [ONE, TWO])
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_running_statistics_are_updated_as_the_runtime_does(norms, level, tmp_path, onnx_tools):
+    """The runtime's kernel writes them over its inputs, which no output of the file tells."""
+    folder, model = _with_norms(tmp_path, onnx_tools, norms, 0.0)
+    batch = {"x": np.array([0, 3, 6, 3, 1, 1]), "labels": np.array([0, 2, 1, 1, 0, 2])}
+    want = _statistics_after(folder, batch, 3)
+    graph = read_artifacts(folder)
+    assert [b.name for b in graph.signature.buffers] == ["mean", "var"]
+    for target in ("onnxruntime-training", "onnxruntime"):
+        optimizer = ortgraph.optim.AdamW(lr=0.0)
+        session = ortgraph.TrainingSession(ortgraph.optimize(graph, level, optimizer=optimizer, target=target).graph)
+        for _ in range(3):
+            session.step(batch)
+        values = session.state_dict()
+        for name in ("mean", "var"):
+            np.testing.assert_allclose(values[name], want[name], rtol=1e-5)
+        still = _frozen(model, values)
+        np.testing.assert_allclose(session.evaluate(batch)[graph.signature.loss], still(batch), rtol=1e-5)
+    written = write_artifacts(graph, tmp_path / f"written-{level}")
+    for name, value in _statistics_after(written, batch, 3).items():
+        np.testing.assert_allclose(value, want[name], rtol=1e-5)
+
+
+def _frozen(model: onnx.ModelProto, values):
+    """The cross-entropy of the forward model in evaluation mode, in float64."""
+
+    def loss(batch: dict[str, np.ndarray]) -> float:
+        v = {k: a.astype(np.float64) for k, a in values.items()}
+        h = v["table"][batch["x"]]
+        for _ in range(sum(n.op_type == "BatchNormalization" for n in model.graph.node)):
+            h = (h - v["mean"]) / np.sqrt(v["var"] + 1e-5) * v["s"] + v["b"]
+        scores = h @ v["w"]
+        log_z = np.log(np.exp(scores).sum(1))
+        return float((log_z - scores[np.arange(len(scores)), batch["labels"]]).mean())
+
+    return loss
+
+
+def test_the_runtimes_dropout_is_off_in_evaluation(tmp_path, onnx_tools):
+    folder, model = _with_norms(tmp_path, onnx_tools, ONE, 0.5)
+    graph = read_artifacts(folder)
+    batch = {"x": np.array([0, 3, 6, 3, 1, 1]), "labels": np.array([0, 2, 1, 1, 0, 2])}
+    session = ortgraph.TrainingSession(ortgraph.optimize(graph, "O2").graph)
+    want = _frozen(model, session.state_dict())(batch)
+    np.testing.assert_allclose(session.evaluate(batch)[graph.signature.loss], want, rtol=1e-5)
+    path = session.export_inference(tmp_path / "model.onnx")
+    exported = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    np.testing.assert_allclose(exported.run(None, batch)[0], want, rtol=1e-5)
+
+
 def test_errors(tmp_path, original, onnx_tools):
     with pytest.raises(InputError, match="training_model.onnx"):
         read_artifacts(tmp_path / "absent")
