@@ -184,13 +184,18 @@ def _bias_gelu(tanh: bool) -> Expansion:
 def _fused_matmul(b: Builder, node: ir.Node) -> list[ir.Value]:
     sides = []
     for value, side in zip(operands(node, 2), "AB", strict=True):
-        if attribute(node, f"transBatch{side}", 0):
+        turned = attribute(node, f"transBatch{side}", 0)
+        if turned and value.shape is None:
             raise UnsupportedError(
-                f"{operator(node)} {node.name!r}: transBatch{side} is not expanded", "use a runtime with the kernel"
+                f"{operator(node)} {node.name!r}: the rank of operand {side} is not known",
+                "use a runtime with the kernel",
             )
         rank = len(value.shape) if value.shape is not None else 0
+        order = [*range(1, rank - 1), 0, rank - 1] if turned and rank > 2 else list(range(rank))
         if attribute(node, f"trans{side}", 0) and rank > 1:
-            value = b.op("Transpose", value, perm=[*range(rank - 2), rank - 1, rank - 2])
+            order[-2:] = order[:-3:-1]
+        if order != list(range(rank)):
+            value = b.op("Transpose", value, perm=order)
         sides.append(value)
     result = b.op("MatMul", *sides)
     alpha = decimal(node, "alpha", 1.0)

@@ -108,9 +108,9 @@ def _cross_entropy_grad(builder: Builder, node: ir.Node) -> Sequence[ir.Value | 
 def _conv_applies(node: ir.Node) -> str | None:
     if reason := conv_grad_reason(node):
         return reason
-    dilations = node.attributes.get("dilations")
-    if any(o.uses() or o.is_graph_output() for o in node.outputs[:1]) and dilations is not None:
-        return None if set(dilations.as_ints()) <= {1} else "dilated"
+    wants_input = any(o.uses() or o.is_graph_output() for o in node.outputs[:1])
+    if wants_input and any(d != 1 for d in attribute(node, "dilations", ())):
+        return "dilated"
     return _float32(node)
 
 

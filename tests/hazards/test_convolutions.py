@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 
 torch = pytest.importorskip("torch", reason="capture needs PyTorch")
 
 import ortgraph  # noqa: E402
+from ortgraph.ops.runtime_forms import RUNTIME_FORMS  # noqa: E402
 from ortgraph.ops.targets import reason_not_run  # noqa: E402
 
 CONVOLUTIONS = {1: torch.nn.Conv1d, 2: torch.nn.Conv2d, 3: torch.nn.Conv3d}
@@ -49,7 +51,9 @@ def test_input_without_gradient(rank, groups, padding):
 def test_input_with_gradient(rank, groups):
     torch.manual_seed(1)
     layer = CONVOLUTIONS[rank]
-    module = torch.nn.Sequential(layer(4, 8, 3, padding=1), torch.nn.Tanh(), layer(8, 8, 3, padding=2, groups=groups, dilation=2))
+    module = torch.nn.Sequential(
+        layer(4, 8, 3, padding=1), torch.nn.Tanh(), layer(8, 8, 3, padding=2, groups=groups, dilation=2)
+    )
     check(module, (4, *(9, 8)[:rank]))
 
 
@@ -58,3 +62,25 @@ def test_input_with_gradient(rank, groups):
 def test_transposed(rank, groups):
     torch.manual_seed(1)
     check(TRANSPOSED[rank](8, 8, 3, padding=1, stride=2, groups=groups), (8, *(5, 4)[:rank]))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dilations", "why"),
+    [
+        (ir.DataType.FLOAT, [1, 1], None),
+        (ir.DataType.FLOAT, [2, 1], "dilated"),
+        (ir.DataType.DOUBLE, [1, 1], "float32 only"),
+        (ir.DataType.DOUBLE, None, "float32 only"),
+    ],
+)
+def test_the_runtimes_gradient_is_float32_only_with_and_without_dilations(dtype, dilations, why):
+    def value(name, *shape):
+        return ir.val(name, dtype=dtype, shape=shape)
+
+    attributes = [] if dilations is None else [ir.AttrInt64s("dilations", dilations)]
+    inputs = [value("dy", 1, 1, 3, 3), value("x", 1, 1, 5, 5), value("w", 1, 1, 3, 3)]
+    node = ir.Node("ortgraph", "ConvGrad", inputs, attributes, num_outputs=3)
+    reader = ir.node("Identity", [node.outputs[0]])
+    reason = RUNTIME_FORMS["ConvGrad"][0].applies(node)
+    assert reader.inputs[0] is node.outputs[0]
+    assert reason is None if why is None else why in reason

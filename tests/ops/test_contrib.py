@@ -188,6 +188,22 @@ CASES = {
         {},
     ),
     "BroadcastGradientArgs": ("BroadcastGradientArgs", [ints(2, 1, 4), ints(3, 1)], 2, (0, 1), {}),
+    "FusedMatMul of turned batches": (
+        "FusedMatMul",
+        [f(4, 2, 3, 5), f(6, 2, 3, 5)],
+        1,
+        (),
+        {"transBatchA": 1, "transBatchB": 1, "transB": 1},
+        (2, 3, 4, 6),
+    ),
+    "FusedMatMul turned and transposed": (
+        "FusedMatMul",
+        [f(5, 2, 4), f(6, 2, 5)],
+        1,
+        (),
+        {"transBatchA": 1, "transA": 1, "transBatchB": 1, "transB": 1},
+        (2, 4, 6),
+    ),
     "FusedMatMul": ("FusedMatMul", [f(2, 5, 3), f(2, 4, 5)], 1, (), {"transA": 1, "transB": 1, "alpha": 0.3}),
 }
 
