@@ -261,6 +261,7 @@ def planned_graph(graph: TrainingGraph, plan: Any) -> TrainingGraph:
     from ortgraph.manager import PassManager, parse_pipeline
     from ortgraph.plan.program_plan import program_problem, programs_of
     from ortgraph.plan.rebuild import apply_sequence
+    from ortgraph.plan.stored_budget import store_budget
 
     usual = programs_of(graph)[0]
     if plan.program != usual:
@@ -268,6 +269,8 @@ def planned_graph(graph: TrainingGraph, plan: Any) -> TrainingGraph:
     copy = graph.clone()
     _, problem = program_problem(copy)  # the same operations, of the copy's nodes
     apply_sequence(copy.graph, problem, plan.sequence, "select-recompute")
+    if plan.budget is not None:
+        store_budget(copy, plan.program, plan.budget - plan.scratch_bytes)
     PassManager(parse_pipeline("plan-memory{keep_order=true}"), "types").run(copy)
     return copy
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 import time
 
 import onnx_ir as ir
@@ -178,31 +179,37 @@ def _fit(
     """A sequence whose placed arena is within the limit; the solver's target goes down by what placement adds."""
     if limit <= 0:
         raise PlanError(
-            f"a budget of {limit + scratch} bytes is infeasible: one kernel alone needs {scratch} as scratch"
+            f"a budget of {limit + scratch} bytes is infeasible: one kernel alone needs {scratch} as scratch",
+            f"give at least {memory_floor(problem.operations).bytes + scratch} bytes",
         )
     end = time.perf_counter() + seconds
-    target = limit
+    target, smallest = limit, 0
+    reached: int | None = None  # the lowest target that a sequence was found for
     for _ in range(_PLACEMENTS):
         left = max(end - time.perf_counter(), seconds / _PLACEMENTS)
         try:
             found = solve(RecomputeProblem(problem.operations, target), left, reorder, _TOLERANCE)
         except PlanError as error:
-            raise _with_scratch(error, limit, scratch) from error
+            if reached is None:
+                raise _with_scratch(error, limit, scratch) from error
+            target = (target + reached) // 2  # too low: nearer to what a sequence was found for
+            continue
         arena = place(sequence_buffers(problem.operations, found.sequence), seconds / _PLACEMENTS, capacity=limit)
         if arena.arena_bytes <= limit:
             return found.sequence, simulate(problem.operations, found.sequence), arena, found.solver
         logger.info("an arena of %d bytes is over the budget of %d: aiming lower", arena.arena_bytes, limit)
-        target -= arena.arena_bytes - limit
+        smallest = min(smallest or arena.arena_bytes, arena.arena_bytes)
+        reached, target = target, target - (arena.arena_bytes - limit)
     raise PlanError(
         f"the live values meet a budget of {limit + scratch} bytes ({scratch} of it kernel scratch), but no placement of "
         f"them was found within it",
-        f"give {arena.arena_bytes + scratch} bytes",
+        f"give {smallest + scratch} bytes, or more time",
     )
 
 
 def _with_scratch(error: PlanError, limit: int, scratch: int) -> PlanError:
-    """The error, with what the budget is made of where that is more than the arena."""
+    """The error, in terms of the budget: the solver knows of the arena only, the budget is for kernel scratch as well."""
     if not scratch:
         return error
     what = f"{error.what}; {limit + scratch} bytes leave {limit} for the arena, {scratch} are kernel scratch"
-    return PlanError(what, f"{error.hint} for the arena" if error.hint else "")
+    return PlanError(what, re.sub(r"\d+", lambda found: str(int(found[0]) + scratch), error.hint))

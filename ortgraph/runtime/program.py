@@ -22,6 +22,7 @@ from ortgraph.ops import kernels
 from ortgraph.ops.spec import KERNELS
 from ortgraph.plan.memory.placement import METADATA_KEY, Placement, place_values
 from ortgraph.plan.schedule import order_updates
+from ortgraph.plan.stored_budget import stored_budget, warn_if_over
 from ortgraph.runtime.arena import Memory
 from ortgraph.runtime.debug_arena import check_guards, check_program
 from ortgraph.runtime.limits import refuse_limits
@@ -135,7 +136,11 @@ class Program:
         self.order = order_program(graph, results, value_pairs)
         refuse_limits(name, self.order)
         offsets, loss = stored_offsets(graph, name), loss_value(graph)
-        self.placement: Placement = place_values(graph.graph, self.order, results, value_pairs, offsets, loss)
+        limit = stored_budget(graph, name)
+        self.placement: Placement = place_values(
+            graph.graph, self.order, results, value_pairs, offsets, loss, capacity=limit
+        )
+        warn_if_over(name, self.arena_bytes, limit)
         self._constants = {
             n: v.const_value.numpy()
             for n, v in self._values.items()

@@ -11,6 +11,7 @@ from ortgraph.manager.base import Changes, GraphPass, Refusal
 from ortgraph.plan.budget import check_budget
 from ortgraph.plan.program_plan import plan_program
 from ortgraph.plan.rebuild import apply_sequence
+from ortgraph.plan.stored_budget import store_budget
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +19,8 @@ class SelectRecompute(GraphPass):
     """Copies nodes and orders the file so that live memory stays within a budget, at the least predicted time.
 
     Gradients keep their bits: a copy computes from the same values, and operators that draw from hidden state are never
-    copied. Common subexpressions must not be merged afterwards.
+    copied. Common subexpressions must not be merged afterwards: the budget is noted in the model, and ``plan-memory``
+    refuses a graph that does not keep it any more.
 
     Args:
         budget: ``60%`` of the activation peak of the given order, or bytes for the arena (``30MB``, ``24MiB``).
@@ -52,4 +54,6 @@ class SelectRecompute(GraphPass):
         before = tuple(graph.graph)
         changes.counts["recomputed"] = apply_sequence(graph.graph, plan.problem, plan.sequence, self.name)
         changes.counts["ordered"] = before != tuple(graph.graph)
+        assert plan.budget is not None
+        store_budget(graph, plan.program, plan.budget - plan.scratch_bytes)
         return changes

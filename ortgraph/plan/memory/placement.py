@@ -25,6 +25,7 @@ VERSION = 1
 # deadline, so that the same graph gets the same plan.
 _SECONDS = 2.0
 _ROUNDS = 3
+_LONGER = 10.0  # where the arena would exceed a budget
 # ONNX Runtime runs these as soon as their input is there, wherever they stand in the file: what they write has no
 # place in an arena whose lifetimes follow the file.
 _RUN_EARLY = frozenset({("", "Shape"), ("", "Size"), ("ai.onnx", "Shape"), ("ai.onnx", "Size")})
@@ -78,6 +79,7 @@ def place_values(
     known: Mapping[str, int] | None = None,
     loss: ir.Value | None = None,
     shared: bool = True,
+    capacity: int | None = None,
 ) -> Placement:
     """Decide in-place updates, in-place operators and arena offsets.
 
@@ -90,6 +92,7 @@ def place_values(
         shared: Let values share memory. Without, every value has its own for the whole run, in place of nothing, and
             updates are copied at the end: right in any order of execution.
         known: Offsets by storage name of an earlier plan of the same program; used if they fit and are valid.
+        capacity: Bytes that the arena should not exceed; the search takes more time before it does.
 
     Raises:
         PlanError: The solver's result is invalid (a defect).
@@ -114,7 +117,7 @@ def place_values(
         lower, upper = (live.born(head), last[head] + 1) if shared else (0, live.end + 1)
         buffers.append(Buffer(head.name or "", lower, upper, size))
     problem = MemoryProblem(tuple(buffers))
-    solution = _stored_solution(problem, known) or solve(problem, _SECONDS, max_rounds=_ROUNDS)
+    solution = _solution(problem, known, capacity)
     validate(problem, solution)
     offsets = {
         v.name or "": solution.offsets[head.name or ""]
@@ -131,6 +134,17 @@ def place_values(
         problem,
         solution,
     )
+
+
+def _solution(problem: MemoryProblem, known: Mapping[str, int] | None, capacity: int | None) -> MemorySolution:
+    stored = _stored_solution(problem, known)
+    if stored is not None and (capacity is None or stored.arena_bytes <= capacity):
+        return stored
+    solution = solve(problem, _SECONDS, max_rounds=_ROUNDS)
+    if capacity is not None and solution.bound <= capacity < solution.arena_bytes:
+        longer = solve(problem, _LONGER, capacity=capacity)
+        solution = min(solution, longer, key=lambda s: s.arena_bytes)
+    return solution
 
 
 def _stored_solution(problem: MemoryProblem, known: Mapping[str, int] | None) -> MemorySolution | None:

@@ -58,7 +58,7 @@ def solve(
     found = dataclasses.replace(found, seconds=time.perf_counter() - start)
     if not found.met:
         raise PlanError(
-            f"no sequence within {problem.budget} bytes was found in {seconds:g} s: the lowest peak reached is "
+            f"no sequence within {problem.budget} bytes was found in {seconds:.3g} s: the lowest peak reached is "
             f"{found.peak}, the memory floor {floor.bytes}",
             f"give at least {found.peak} bytes, or more time",
         )
