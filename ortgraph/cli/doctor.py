@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 import platform
 from typing import Annotated, Any
@@ -35,7 +36,7 @@ def run(
 ) -> None:
     """Check Python, libraries, runtime, compiler and kernels; with a build file, also capture it and compare."""
     out = Output(as_json)
-    findings = [*_libraries(), _torch(), _runtime(), _kernels(out), _processor(), *_blas()]
+    findings = [*_libraries(), _torch(), _runtime(), _kernels(out), _planners(), _processor(), *_blas()]
     if target is not None and not any(f.state == "problem" for f in findings):
         findings += _try_build(out, target)
     out.table("Setup", ("what", "state", "detail"), [(f.what, f.state, f.detail) for f in findings])
@@ -102,6 +103,12 @@ def _runtime() -> Finding:
             "onnxruntime", "problem", what, f"pip install --force-reinstall {runtime.wheel}=={runtime.version}"
         )
     return Finding("onnxruntime", "ok", f"{runtime.wheel} {runtime.version}, target {runtime.target}")
+
+
+def _planners() -> Finding:
+    if importlib.util.find_spec("scipy") is None:
+        return Finding("planners", "note", "SciPy is absent: recompute plans come from search alone (pip install scipy)")
+    return Finding("planners", "ok", "SciPy: integer programs for recompute plans")
 
 
 def _kernels(out: Output) -> Finding:
