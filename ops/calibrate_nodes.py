@@ -13,6 +13,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import onnx
@@ -101,7 +102,7 @@ class Pool:
 
 def measure_nodes(
     target: str, threads: int = 2, seconds: float = 25.0, cases: Sequence[Case] = NODE_CASES, products: bool = True
-) -> dict[str, dict[str, object]]:
+) -> dict[str, Any]:
     """Prices by operator and class (see ``ortgraph.analysis.cost``).
 
     Args:
@@ -131,7 +132,8 @@ def measure_nodes(
     logger.info("%d of %d operators settled in %d rounds", len(samples) - len(open_samples), len(samples), rounds)
     overhead = max(0.0, _COPIES * (one.microseconds() - many.microseconds()) / (_COPIES - 1))
     free = {"points": [[0, round(many.microseconds(overhead), 2)]]}  # an alias: what any node takes
-    return dict(sorted({**prices(samples, overhead), "free": free}.items()))
+    found: dict[str, Any] = {**prices(samples, overhead), "free": free}
+    return dict(sorted(found.items()))
 
 
 def is_busy() -> bool:
@@ -241,7 +243,7 @@ def _sample(
             held.append(array)
             binding.bind_input(f"{name}_{i}", "cpu", 0, array.dtype, list(array.shape), array.ctypes.data)
         for value, shape, dtype in outputs:
-            array = results.take(dtype.numpy(), shape)  # type: ignore[union-attr]
+            array = results.take(dtype.numpy(), [int(d) for d in shape])  # type: ignore[union-attr, arg-type]
             held.append(array)
             binding.bind_output(f"{value.name}_{i}", "cpu", 0, array.dtype, list(shape), array.ctypes.data)
     held.append(binding)

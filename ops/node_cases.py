@@ -78,7 +78,7 @@ def _reductions() -> Iterator[Case]:
 
 def _rows() -> Iterator[Case]:
     rows, scores, images = _ROWS, _SCORES, _IMAGES
-    last = {"attributes": {"axis": -1}}
+    last: dict[str, Any] = {"attributes": {"axis": -1}}
     for op in ("Softmax", "LogSoftmax"):
         yield _case(op, _of(scores, "x"), **last)
     for op in ("SoftmaxGrad_13", "LogSoftmaxGrad_13"):
@@ -88,7 +88,7 @@ def _rows() -> Iterator[Case]:
     yield _case("Softmax", _of(scores, "x"), KERNELS, **last)
     yield _case("ScaledMaskedSoftmax", _of(scores, "x"), KERNELS, attributes={"scale": 0.125})
     yield _case("ScaledSoftmaxGrad", _of(scores, "x", "x"), KERNELS, attributes={"scale": 0.125})
-    loss = {"attributes": {"reduction": "mean", "ignore_index": -100}}
+    loss: dict[str, Any] = {"attributes": {"reduction": "mean", "ignore_index": -100}}
     yield _case("CrossEntropy", _of(rows, "x", "r"), KERNELS, 3, integers={1: 9}, **loss)
     yield _case("CrossEntropyGrad", _of(rows, "s", "x", "r", None, "s"), KERNELS, 1, integers={2: 9}, **loss)
     yield _case("LayerNormalization", _of(rows, "x", "w", "w"), outputs=3, **last)

@@ -129,7 +129,9 @@ def _cross_entropy(build: Builder, logits: ir.Value) -> ir.Value:
 
 def _targets(build: Builder, value: ir.Value) -> ir.Value:
     assert value.dtype is not None
-    return _new_input(build.graph, build.names, "targets", value.dtype, None if value.shape is None else list(value.shape))
+    return _new_input(
+        build.graph, build.names, "targets", value.dtype, None if value.shape is None else list(value.shape)
+    )
 
 
 def _mse(build: Builder, value: ir.Value) -> ir.Value:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -42,7 +42,8 @@ def run(
         raise InputError(f"--part {part!r} is unknown", f"one of {', '.join(_PARTS)}")
     target, count = detect_runtime().target, threads or default_threads()
     path = out_path or cost_file.machine_path()
-    machine, sections = calibrate.machine(count), {}
+    machine = calibrate.machine(count)
+    sections: dict[str, Any] = {}
     if part != "nodes":
         with out.progress("alternatives of lowering", len(calibrate.CASES)) as tell:
             entries = {}

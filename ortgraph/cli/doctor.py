@@ -107,7 +107,9 @@ def _runtime() -> Finding:
 
 def _planners() -> Finding:
     if importlib.util.find_spec("scipy") is None:
-        return Finding("planners", "note", "SciPy is absent: recompute plans come from search alone (pip install scipy)")
+        return Finding(
+            "planners", "note", "SciPy is absent: recompute plans come from search alone (pip install scipy)"
+        )
     return Finding("planners", "ok", "SciPy: integer programs for recompute plans")
 
 

@@ -53,7 +53,8 @@ def run(
     """Rewrite a training graph and write it. Nothing is written when a check fails."""
     out = Output(as_json)
     request = make_request(
-        level=level, pipeline=pipeline, optimizer=optimizer, target=target, budget=memory_budget, shapes=shapes, batch=batch, verify=verify,
+        level=level, pipeline=pipeline, optimizer=optimizer, target=target, budget=memory_budget,
+        shapes=shapes, batch=batch, verify=verify,
         explain=explain, print_after=print_after, reproducer=reproducer, plugins=plugin,
     )  # fmt: skip
     if output is None and not bisect:

@@ -109,7 +109,8 @@ def apply(out: Output, graph: TrainingGraph, request: Request) -> Any:
         if request.reproducer is not None:
             instruments.append(Reproducer(request.reproducer))
         result = optimize(
-            graph, request.pipeline, optimizer=request.optimizer, target=request.target, memory_budget=request.budget, shapes=request.sizes or None,
+            graph, request.pipeline, optimizer=request.optimizer, target=request.target,
+            memory_budget=request.budget, shapes=request.sizes or None,
             passes_after=request.passes_after, verify="runtime" if request.verify == "numerics" else request.verify,
             instruments=instruments,
         )  # fmt: skip

@@ -179,6 +179,7 @@ def _measured(out: Output, graph: TrainingGraph, facts: Any, threads: int | None
 def _largest(out: Output, graph: TrainingGraph, request: Request) -> Any:
     from ortgraph.plan.largest_batch import largest_batch
 
+    assert request.memory is not None  # checked with the options
     with out.progress("finding the largest batch") as tell:
         return largest_batch(
             graph, request.memory, request.dim, sizes=request.sizes, max_overhead=request.overhead, pipeline=request.pipeline,

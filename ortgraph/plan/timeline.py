@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from ortgraph.analysis.liveness import values_read
 from ortgraph.graph import TrainingGraph
-from ortgraph.graph.edit import MODULE_KEY, PHASE_KEY
+from ortgraph.graph.edit import MODULE_KEY, PHASE_KEY, static_shape
 from ortgraph.manager.rewrite import op_key
 from ortgraph.plan.graph_problem import GraphProblem
 from ortgraph.plan.rebuild import RECOMPUTE_KEY
@@ -195,7 +195,7 @@ def _occupant(roles: Roles, life: Lifetime, role: str) -> Occupant:
         op_key(node),
         node.metadata_props.get(MODULE_KEY, ""),
         roles.phases[made],
-        tuple(int(d) for d in storage.shape or ()),
+        static_shape(storage) or (),
         life.lower,
         life.upper - 1,
     )

@@ -87,22 +87,23 @@ def figure_rows(facts: MemoryFacts) -> list[tuple[str, ...]]:
     """What the step takes, in the given order and as planned."""
     plan, fixed = facts.plan, facts.fixed
     scratch = plan.scratch_bytes
-    rows = [(name, size, size, note) for name, size, note in _outside(fixed)]
+    rows: list[tuple[str, int, int, str]] = [(name, size, size, note) for name, size, note in _outside(fixed)]
     most = [int(picture.bands["gradients"].max(initial=0)) for picture in (facts.given, facts.planned)]
+    totals = [facts.total(a.arena_bytes) for a in (plan.arena_before, plan.arena)]
     rows += [
-        ("gradients", *most, f"in the arena, most at once; {size_text(facts.gradients)} in sum"),
+        ("gradients", most[0], most[1], f"in the arena, most at once; {size_text(facts.gradients)} in sum"),
         ("activation peak", plan.before.peak, plan.after.peak, _share(plan.after.peak, plan.before.peak)),
         ("arena", plan.arena_before.arena_bytes, plan.arena.arena_bytes, _arena_note(plan)),
         ("kernel scratch", scratch, scratch, _scratch_note(plan)),
-        ("step in total", *(facts.total(a.arena_bytes) for a in (plan.arena_before, plan.arena)), "without the runtime's own"),
+        ("step in total", totals[0], totals[1], "without the runtime's own"),
     ]  # fmt: skip
-    texts = [(name, size_text(a), size_text(b), note) for name, a, b, note in rows]
+    texts: list[tuple[str, ...]] = [(name, size_text(a), size_text(b), note) for name, a, b, note in rows]
     overhead = f"{plan.after.overhead:+.1%} for {plan.recomputed} recomputations" if facts.changed else ""
     texts.append(("predicted time", time_text(plan.before.cost), time_text(plan.after.cost), overhead))
     texts += _measured_rows(facts)
     if facts.changed:
         return texts
-    return [(name, a, note) for name, a, _, note in texts]
+    return [(t[0], t[1], t[3]) for t in texts]
 
 
 def _measured_rows(facts: MemoryFacts) -> list[tuple[str, str, str, str]]:
@@ -193,7 +194,7 @@ def recomputed_rows(facts: MemoryFacts) -> list[tuple[str, int]]:
 
 def sweep_rows(swept: Sweep) -> list[tuple[str, ...]]:
     """SWEEP_COLUMNS per budget."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for point in swept.points:
         whole = swept.given.before.peak + swept.given.scratch_bytes
         share = f"{point.budget / whole:.1%}" if whole else ""

@@ -154,7 +154,7 @@ def _columns(total: Sequence[float]) -> list[tuple[int, int]]:
 
 def _steps(x: Sequence[float], above: Sequence[float], below: Sequence[float], high: float) -> str:
     """The outline between two step functions; a run of equal heights is one line."""
-    parts = []
+    parts: list[str] = []
     for heights, positions in ((above, range(len(above))), (below, range(len(below) - 1, -1, -1))):
         last = None
         forward = heights is above
@@ -199,11 +199,11 @@ def curve_chart(
         parts.append(f'<path d="M{at:.1f} {_TOP}V{_HEIGHT - _BOTTOM}" stroke="#666" stroke-dasharray="4 3"/>')
         side = "start" if at < _WIDTH * 0.7 else "end"
         parts.append(_text(at + (4 if side == "start" else -4), y, label, side, _HALO))
-    at = [(_x(x, low, high), _y(y, 0, top)) for x, y, _ in points]
-    parts.append(f'<path d="{_path(at)}" fill="none" stroke="{_COLOURS[0]}" stroke-width="1.6"/>')
-    for (x, y), (_, _, label) in zip(at, points, strict=True):
-        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.2" fill="{_COLOURS[0]}"/>')
-        parts.append(_text(x + 4, y - 6, label, "start", 'font-size="9"') if label else "")
+    places = [(_x(x, low, high), _y(y, 0, top)) for x, y, _ in points]
+    parts.append(f'<path d="{_path(places)}" fill="none" stroke="{_COLOURS[0]}" stroke-width="1.6"/>')
+    for (px, py), (_, _, label) in zip(places, points, strict=True):
+        parts.append(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3.2" fill="{_COLOURS[0]}"/>')
+        parts.append(_text(px + 4, py - 6, label, "start", 'font-size="9"') if label else "")
     bottom = _HEIGHT - _BOTTOM
     for x in missing:
         parts.append(_text(_x(x, low, high), bottom - 2, "\u00d7", "middle", 'fill="#a00" font-size="14"'))

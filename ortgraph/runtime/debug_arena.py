@@ -269,11 +269,11 @@ def _run_node(session, node: ir.Node, inputs: dict[str, np.ndarray], bound: dict
             binding.bind_input(name, "cpu", 0, array.dtype, list(array.shape), array.ctypes.data)
     names = [o.name for o in session.get_outputs()]
     for name in names:
-        array = bound.get(name)
-        if array is None:
+        target = bound.get(name)
+        if target is None:
             binding.bind_output(name, "cpu", 0)
         else:
-            binding.bind_output(name, "cpu", 0, array.dtype, list(array.shape), array.ctypes.data)
+            binding.bind_output(name, "cpu", 0, target.dtype, list(target.shape), target.ctypes.data)
     session.run_with_iobinding(binding)
     made = binding.get_outputs()
     return [bound[n] if n in bound else made[i].numpy().copy() for i, n in enumerate(names)]

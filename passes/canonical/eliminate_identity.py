@@ -95,7 +95,12 @@ def _reshape(node: ir.Node, x: ir.Value, version: int) -> bool:
     if same_shape(x, node.outputs[0]):
         return True
     target = constant_ints(_input(node, 1))
-    if target is None or x.shape is None or len(target) != x.shape.rank() or node.attributes.get_int("allowzero", 0) != 0:
+    if (
+        target is None
+        or x.shape is None
+        or len(target) != x.shape.rank()
+        or node.attributes.get_int("allowzero", 0) != 0
+    ):
         return False
     # 0 copies a dimension, so one -1 beside kept dimensions can only be the dimension that is left.
     kept = all(t in (0, -1) or t == d for t, d in zip(target, x.shape, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import onnx_ir as ir
 
@@ -236,7 +236,8 @@ class _Chunked:
 
 def _product(b: Builder, left: ir.Value, right: ir.Value, addend: ir.Value | None, **flips: int) -> ir.Value:
     inputs = (left, right) if addend is None else (left, right, addend)
-    return b.op("Gemm", *inputs, **{k: v for k, v in flips.items() if v})
+    used: dict[str, Any] = {k: v for k, v in flips.items() if v}
+    return b.op("Gemm", *inputs, **used)
 
 
 def _dims(value: ir.Value) -> tuple[int, ...]:

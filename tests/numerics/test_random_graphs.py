@@ -102,7 +102,9 @@ def check(program, levels):
                 validate(program_.placement.problem, program_.placement.solution)
 
 
-@settings(max_examples=6, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=6, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+)
 @given(programs())
 def test_presets_keep_loss_and_gradients(program):
     check(program, ["O2"])

@@ -39,7 +39,9 @@ def test_it_fits_and_the_next_does_not(captured_blocks, free) -> None:
 
 
 def test_without_recomputation_it_is_exact(captured_blocks) -> None:
-    found = largest_batch(captured_blocks, MEMORY, optimizer=AdamW(lr=1e-2), max_overhead=0.0, reorder=False, seconds=0.2)
+    found = largest_batch(
+        captured_blocks, MEMORY, optimizer=AdamW(lr=1e-2), max_overhead=0.0, reorder=False, seconds=0.2
+    )
     assert found.fit.plan.after.overhead == 0
     sizes = (found.fit.size, found.fit.size + 1)
     within = [needed(ready_graph(captured_blocks, {"batch": n}, optimizer=AdamW(lr=1e-2))) <= MEMORY for n in sizes]

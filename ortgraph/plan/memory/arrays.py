@@ -8,6 +8,7 @@ import enum
 import functools
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -94,10 +95,10 @@ def compiled() -> ctypes.CDLL | None:
 def _typed() -> ctypes.CDLL:
     library = load("layout")
     assert library is not None
-    problem = [ctypes.c_int, _INT64, _INT64, _INT64]
+    problem: list[Any] = [ctypes.c_int, _INT64, _INT64, _INT64]
     library.layout_greedy.argtypes = [*problem, _INT32, ctypes.c_int, ctypes.c_double, _INT64]
     library.layout_greedy.restype = ctypes.c_int64
-    limits = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_double]
+    limits: list[Any] = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_double]
     library.layout_search.argtypes = [*problem, ctypes.c_int64, *limits, _INT64, _INT64]
     library.layout_search.restype = ctypes.c_int
     return library

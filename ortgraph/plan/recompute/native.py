@@ -105,7 +105,7 @@ class NativeSearch:
             for j in operation.after:
                 followers[j].append(i)
         ops = graph.operations
-        self._arrays = [
+        self._arrays: list[np.ndarray] = [
             np.array([o.cost for o in ops], np.float64),
             np.array([o.scratch for o in ops], np.float64),
             np.array([o.recompute for o in ops], np.uint8),

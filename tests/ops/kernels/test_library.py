@@ -60,7 +60,11 @@ def test_the_key_follows_sources_flags_and_processor(monkeypatch):
     except RuntimeSetupError as error:
         pytest.skip(str(error))
     base = library._key(compiler, ("-O3",), library.sources())
-    assert base == library._key(compiler, ("-O3",), library.sources()) != library._key(compiler, ("-O2",), library.sources())
+    assert (
+        base
+        == library._key(compiler, ("-O3",), library.sources())
+        != library._key(compiler, ("-O2",), library.sources())
+    )
     monkeypatch.setattr(library, "_processor", lambda: ("another",))
     assert library._key(compiler, ("-O3",), library.sources()) != base
     monkeypatch.undo()
