@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ortgraph.capture.torch_lost import refuse_parameter_hooks, watch_lost
+from ortgraph.capture.torch_lost import refuse_full_dropout, refuse_parameter_hooks, watch_lost
 from ortgraph.capture.torch_source import user_frame, user_path
 from ortgraph.errors import CaptureError, OrtgraphError
 
@@ -86,6 +86,7 @@ def trace_joint(
         CaptureError: ``torch.export`` or AOTAutograd refuses the module (data-dependent control flow and the like).
     """
     refuse_parameter_hooks(module)
+    refuse_full_dropout(module)
     dims = tuple({d: torch.export.Dim.DYNAMIC for d in sorted(axes)} or None for axes in dynamic)
     try:
         with _tracing(), watch_lost() as lost:

@@ -59,3 +59,13 @@ def refuse_parameter_hooks(module: torch.nn.Module) -> None:
                 f"parameter {user_path(path)} has a gradient hook, which would not run in the graph",
                 "remove the hook (handle.remove()), or do its work in the optimizer",
             )
+
+
+def refuse_full_dropout(module: torch.nn.Module) -> None:
+    """Raise CaptureError for dropout of everything: its trace is a plain zero, which evaluation could not switch off."""
+    for path, part in module.named_modules():
+        if isinstance(part, torch.nn.modules.dropout._DropoutNd) and part.training and part.p == 1.0:
+            raise CaptureError(
+                f"module {user_path(path)} drops everything (p=1): its result is a constant zero in evaluation, too",
+                "take the module out, or give p below 1",
+            )

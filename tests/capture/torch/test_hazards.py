@@ -256,3 +256,14 @@ def test_dropout_gradient_is_the_slope_of_the_drawn_loss(run_captured):
     slope = (ends[0] - ends[1]) / (2 * step)
     want = sum((here[f"gradient/{n}"] * direction[n]).sum() for n in names)
     assert slope == pytest.approx(want, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Dropout, torch.nn.AlphaDropout])
+@pytest.mark.filterwarnings("ignore::ortgraph.capture.torch_step.EvaluationModeWarning")
+def test_dropout_of_everything_is_refused(kind):
+    """Traced, it is a zero that ``evaluate`` and the exported model would keep."""
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), kind(1.0))
+    with pytest.raises(CaptureError, match=r"module 1 drops everything"):
+        ortgraph.capture(module.train(), (torch.ones(2, 3),), loss=lambda out: out.sum())
+    module.eval()
+    ortgraph.capture(module, (torch.ones(2, 3),), loss=lambda out: out.sum())
