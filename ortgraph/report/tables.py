@@ -134,9 +134,17 @@ def memory_of(graph: TrainingGraph) -> dict[str, int | None]:
         sums[key] = None if size is None or total is None else total + size
     plan = graph.model.metadata_props.get(PLAN_KEY)
     if plan is not None:
-        stored = json.loads(plan)
-        sums |= {"arena": stored["arena_bytes"], "arena_bound": stored["max_load_bytes"]}
+        sums |= _planned(plan)
     return sums
+
+
+def _planned(plan: str) -> dict[str, int | None]:
+    """Arena and bound of a stored plan; not known when the plan does not parse, which a session mends."""
+    try:
+        stored = json.loads(plan)
+        return {"arena": int(stored["arena_bytes"]), "arena_bound": int(stored["max_load_bytes"])}
+    except (ValueError, TypeError, KeyError):
+        return {"arena": None, "arena_bound": None}
 
 
 _MEMORY_NOTES = {

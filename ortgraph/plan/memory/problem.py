@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-
-import numpy as np
+import itertools
 
 from ortgraph.errors import PlanError
 
+_MOST = 2**62  # bytes of all buffers: offsets are int64
 ALIGNMENT = 64  # bytes; a cache line, and the widest vector register
 
 
@@ -37,13 +37,15 @@ class MemoryProblem:
         alignment: Offsets are multiples of it, sizes are rounded up to it.
 
     Raises:
-        PlanError: A name is used twice, or a lifetime or size is impossible.
+        PlanError: A name is used twice, or a lifetime, a size or the alignment is impossible.
     """
 
     buffers: tuple[Buffer, ...]
     alignment: int = ALIGNMENT
 
     def __post_init__(self) -> None:
+        if self.alignment < 1:
+            raise PlanError(f"an alignment of {self.alignment} bytes is impossible")
         seen: set[str] = set()
         for b in self.buffers:
             if b.name in seen:
@@ -51,6 +53,9 @@ class MemoryProblem:
             if b.lower < 0 or b.upper <= b.lower or b.size < 0:
                 raise PlanError(f"buffer {b.name!r}: lifetime [{b.lower}, {b.upper}) of {b.size} bytes is impossible")
             seen.add(b.name)
+        total = sum(self.aligned(b) for b in self.buffers)
+        if total >= _MOST:
+            raise PlanError(f"buffers of {total} bytes together are more than an arena can hold")
 
     def aligned(self, buffer: Buffer) -> int:
         """Bytes that the buffer occupies."""
@@ -60,8 +65,9 @@ class MemoryProblem:
         """The largest sum of live (aligned) sizes: no placement of this order needs fewer bytes."""
         if not self.buffers:
             return 0
-        change = np.zeros(max(b.upper for b in self.buffers) + 1, dtype=np.int64)
+        change: dict[int, int] = {}
         for b in self.buffers:
-            change[b.lower] += self.aligned(b)
-            change[b.upper] -= self.aligned(b)
-        return int(np.cumsum(change).max())
+            size = self.aligned(b)
+            change[b.lower] = change.get(b.lower, 0) + size
+            change[b.upper] = change.get(b.upper, 0) - size
+        return max(itertools.accumulate(change[step] for step in sorted(change)))

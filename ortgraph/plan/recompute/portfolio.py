@@ -16,6 +16,7 @@ from ortgraph.plan.recompute.problem import RecomputeProblem
 from ortgraph.plan.recompute.search import solve_search
 from ortgraph.plan.recompute.solution import RecomputeSolution, make_solution
 from ortgraph.plan.recompute.stages import solve_stages
+from ortgraph.plan.recompute.unread import without_unread
 from ortgraph.plan.schedule import solve_order
 
 logger = logging.getLogger(__name__)
@@ -121,6 +122,9 @@ class _Portfolio:
 
     def offer(self, found: RecomputeSolution) -> None:
         """Keeps the better one, and the larger bound where it holds for every sequence that is allowed."""
+        read = without_unread(self.problem.graph, found.sequence, self.reorder)
+        if len(read) < len(found.sequence):
+            found = make_solution(self.problem, read, found.solver, found.seconds, found.bound)
         bound = max(self.best.bound, found.bound) if not self.reorder else self.bound
         if _key(found) < _key(self.best):
             self.best = found

@@ -59,7 +59,7 @@ def solve_stages(
     best: _Best = (max(first.peak - problem.budget, 0), first.cost, order)
     bound = graph.cost
     program = _Program(graph, order)
-    moments = [int(np.argmax(first.live))]
+    moments = [int(np.argmax(first.live))] if order else []
     room = 0
     tried: list[tuple[float, list[int]]] = []
     for _ in range(_ROUNDS if best[0] else 0):

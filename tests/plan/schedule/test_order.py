@@ -204,7 +204,7 @@ def test_optimal_given_order_returns_at_once() -> None:
     n = 2000
     operations = [Operation(f"f{i}", 1.0, (i - 1,) if i else (), (i,)) for i in range(n)]
     for k in range(n):
-        operations.append(Operation(f"b{k}", 1.0, (n - 1 - k, n + k - 1), (n + k,)))
+        operations.append(Operation(f"b{k}", 1.0, tuple({n - 1 - k, n + k - 1}), (n + k,)))
     graph = OperationGraph(tuple(operations), tuple(PlanValue(f"v{i}", 100 + i % 7) for i in range(2 * n)))
     solution = solve_order(graph)
     assert solution.solver == "given" and solution.gap == 0.0 and solution.seconds < 2.0
