@@ -52,6 +52,10 @@ class _Rebuild:
         self._by = by
         self._names = Names(graph)
         self._views = {o: node for node in problem.views for o in node.outputs if o.name}
+        # As given: a node emitted behind a copy of what it reads is changed to read that, and copied once more later on.
+        nodes = (*problem.nodes, *problem.views)
+        self._inputs = {node: tuple(node.inputs) for node in nodes}
+        self._reads = {node: tuple(values_read(node)) for node in nodes}
         self._current: dict[ir.Value, ir.Value] = {}
         self._viewed: dict[ir.Value, list[ir.Value]] = {}  # views emitted of a value: stale once it is made anew
         self._emitted: set[ir.Node] = set()
@@ -60,7 +64,7 @@ class _Rebuild:
 
     def evaluate(self, node: ir.Node) -> None:
         """Emit a node, or a copy if it has been emitted before; its inputs are the latest evaluations."""
-        for value in values_read(node):
+        for value in self._reads[node]:
             self._view(value)
         made = self._emit(node)
         for old, new in zip(node.outputs, made.outputs, strict=True):
@@ -77,11 +81,11 @@ class _Rebuild:
         node = self._views.get(value)
         if node is None or value in self._current:
             return
-        for source in values_read(node):
+        for source in self._reads[node]:
             self._view(source)
         made = self._emit(node)
         self._current.update(zip(node.outputs, made.outputs, strict=True))
-        for source in values_read(node):
+        for source in self._reads[node]:
             self._viewed.setdefault(source, []).extend(node.outputs)
 
     def _forget_views(self, value: ir.Value) -> None:
@@ -90,7 +94,7 @@ class _Rebuild:
             self._forget_views(view)
 
     def _emit(self, node: ir.Node) -> ir.Node:
-        inputs = [None if v is None else self._current.get(v, v) for v in node.inputs]
+        inputs = [None if v is None else self._current.get(v, v) for v in self._inputs[node]]
         if node in self._emitted:
             made = self._copy(node, inputs)
         else:
