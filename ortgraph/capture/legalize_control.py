@@ -72,7 +72,7 @@ def _inline_branch(graph: ir.Graph, node: ir.Node, branch: str, names: Names) ->
     body.outputs.clear()
     for moved in inner:
         body.remove(moved)
-        moved.name = names.fresh(moved.name or moved.op_type.lower())
+        moved.name = names.fresh_node(moved.name or moved.op_type.lower())
         for output in moved.outputs:
             output.name = names.fresh(output.name or moved.op_type.lower())
         graph.insert_before(node, moved)

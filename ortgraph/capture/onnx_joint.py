@@ -15,7 +15,7 @@ from ortgraph.capture.differentiate import differentiate
 from ortgraph.capture.onnx_read import lift_weights
 from ortgraph.errors import UnsupportedError
 from ortgraph.graph import Names, stamp
-from ortgraph.graph.edit import PHASE_KEY, add_constant
+from ortgraph.graph.edit import PHASE_KEY, add_constant, remove_node
 
 BY = "differentiate"
 _GRADIENT = re.compile(r"^v(\d+)_grad$")
@@ -108,7 +108,7 @@ def keep_outputs(graph: ir.Graph, outputs: Sequence[ir.Value]) -> None:
     needed = needed_nodes(*outputs)
     for node in reversed(graph):
         if node not in needed:
-            graph.remove(node, safe=True)
+            remove_node(node)
     for name, initializer in list(graph.initializers.items()):
         if not initializer.uses() and initializer not in outputs:
             del graph.initializers[name]

@@ -158,7 +158,7 @@ def name_nodes(graph: ir.Graph) -> None:
     seen: set[str] = set()
     for node in graph.all_nodes():
         if not node.name or node.name in seen:
-            node.name = names.fresh(node.name or node.op_type.lower())
+            node.name = names.fresh_node(node.name or node.op_type.lower())
         seen.add(node.name)
 
 

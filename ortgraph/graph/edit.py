@@ -97,9 +97,19 @@ def replace_value(old: ir.Value, new: ir.Value) -> None:
 
 
 def remove_node(node: ir.Node) -> None:
-    """Remove a node none of whose outputs is read."""
+    """Remove a node none of whose outputs is read. What its subgraphs read counts as read no longer."""
     assert node.graph is not None
     node.graph.remove(node, safe=True)
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            _release(attribute.as_graph())
+
+
+def _release(body: ir.Graph) -> None:
+    """Let the nodes of a subgraph that is gone read nothing: onnx_ir takes only a removed node's own inputs away."""
+    for node in body.all_nodes():
+        for index in range(len(node.inputs)):
+            node.replace_input_with(index, None)
 
 
 def add_constant(graph: ir.Graph, tensor: ir.TensorProtocol, name: str) -> ir.Value:
