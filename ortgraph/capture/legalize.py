@@ -29,7 +29,7 @@ from ortgraph.capture.legalize_outputs import refuse_read_statistics, slice_part
 from ortgraph.capture.legalize_unary import stand_in
 from ortgraph.capture.legalize_versions import convert_opset
 from ortgraph.capture.onnx_joint import Joint
-from ortgraph.capture.onnx_read import infer_forward, name_dimensions, name_nodes
+from ortgraph.capture.onnx_read import infer_forward, name_dimensions, name_nodes, read_weights_directly
 from ortgraph.capture.onnx_roles import Roles
 from ortgraph.capture.onnx_shapes import record_symbolic_shapes
 from ortgraph.graph import Names, State
@@ -65,7 +65,8 @@ class Legal:
 def normalize(
     model: ir.Model, opset: int | None, shapes: Mapping[str, Sequence[int | str]]
 ) -> tuple[ir.Model, set[str]]:
-    """Inline functions and constant Ifs, convert the opset, name dimensions and nodes, take fused operators apart.
+    """Inline functions and constant Ifs, pass over Identities of weights, convert the opset, name dimensions and nodes,
+    take fused operators apart.
 
     Returns:
         The model, and the names of the initializers that it came with (weights are among these).
@@ -74,6 +75,7 @@ def normalize(
     name_dimensions(model.graph, shapes)
     infer_forward(model)
     inline_constant_ifs(model)
+    read_weights_directly(model.graph)
     originals = set(model.graph.initializers)
     model = convert_opset(model, opset)
     infer_forward(model)

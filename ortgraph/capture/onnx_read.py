@@ -162,6 +162,18 @@ def name_nodes(graph: ir.Graph) -> None:
         seen.add(node.name)
 
 
+def read_weights_directly(graph: ir.Graph) -> None:
+    """Let what reads an Identity of an initializer read the initializer, whose role then shows: exporters that store
+    equal tensors once give each further name by an Identity. Graph outputs keep theirs."""
+    for node in graph:
+        if node.op_type != "Identity" or node.domain not in ("", "ai.onnx"):
+            continue
+        weight = node.inputs[0]
+        if weight is not None and weight.is_initializer() and weight.graph is graph:
+            for use in tuple(node.outputs[0].uses()):
+                use.node.replace_input_with(use.idx, weight)
+
+
 def infer_forward(model: ir.Model) -> None:
     """Record the type and shape of every value of a forward graph, with constant and shape data propagated."""
     proto, _ = skeleton(model)
