@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import onnx_ir as ir
 
@@ -239,10 +239,12 @@ def describe(graph: TrainingGraph, found: list[Violation], by: str = "") -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Fingerprint:
-    """What must survive a pass within a stage: the signature, which inputs reach an output, which nodes draw."""
+    """What must survive a pass within a stage: the signature, which inputs reach an output, which parameters reach
+    the loss, which nodes draw."""
 
     signature: Signature
     reaching: frozenset[str]
+    forming_loss: frozenset[str]
     draws: tuple[str, ...]
     input_types: tuple[tuple[str, str], ...]
 
@@ -250,24 +252,33 @@ class Fingerprint:
 def fingerprint(graph: TrainingGraph, is_random: Callable[[ir.Node], str | None]) -> Fingerprint:
     """``is_random`` gives the identity of a drawing node (its number or its name), None for others."""
     live = live_nodes(graph)
+    for_loss = _producers([v for v in graph.graph.outputs if v.name == graph.signature.loss])
+    loss_reads = {v.name or "" for n in for_loss for v in reads(n)}
+    forming = frozenset(p.name for p in graph.signature.parameters if p.name in loss_reads)
     reaching = {v.name or "" for n in live for v in reads(n)} | {v.name or "" for v in graph.graph.outputs}
     names = [v.name or "" for v in graph.graph.inputs]
     draws = sorted(d for n in graph.graph if n in live and (d := is_random(n)) is not None)
     types = tuple((v.name or "", f"{v.dtype}{v.shape}") for v in graph.graph.inputs)
-    return Fingerprint(graph.signature, frozenset(n for n in names if n in reaching), tuple(draws), types)
+    return Fingerprint(graph.signature, frozenset(n for n in names if n in reaching), forming, tuple(draws), types)
 
 
 def live_nodes(graph: TrainingGraph) -> set[ir.Node]:
     """Nodes with a path to a graph output."""
-    live: set[ir.Node] = set()
-    stack = [p for v in graph.graph.outputs if (p := v.producer()) is not None]
+    return _producers(graph.graph.outputs)
+
+
+def _producers(values: Iterable[ir.Value]) -> set[ir.Node]:
+    """Nodes of the main graph that ``values`` are computed by."""
+    found: set[ir.Node] = set()
+    stack = [p for v in values if (p := v.producer()) is not None]
+    graph = stack[0].graph if stack else None
     while stack:
         node = stack.pop()
-        if node in live:
+        if node in found:
             continue
-        live.add(node)
-        stack.extend(p for v in reads(node) if (p := v.producer()) is not None and p.graph is graph.graph)
-    return live
+        found.add(node)
+        stack.extend(p for v in reads(node) if (p := v.producer()) is not None and p.graph is graph)
+    return found
 
 
 def compare(
@@ -283,6 +294,12 @@ def compare(
     lost = sorted(before.reaching - after.reaching)
     if lost:
         what = f"%{lost[0]} no longer reaches any output: it was merged with another input, baked or dropped"
+        raise VerificationError(
+            f"invariant inputs-keep-their-effect is broken after pass {by}: {what}", "remove the pass"
+        )
+    idle = sorted(before.forming_loss - after.forming_loss)
+    if idle:  # from "stepped" on a parameter reaches its own update whatever became of its readers
+        what = f"%{idle[0]} no longer reaches the loss: it was merged with another parameter, baked or dropped"
         raise VerificationError(
             f"invariant inputs-keep-their-effect is broken after pass {by}: {what}", "remove the pass"
         )

@@ -178,7 +178,8 @@ def compare(
 
     The reference is run by its reference expansions. When only ``graph`` has an optimizer, the same one is attached
     to the reference. Optimizer states start at made-up values, since updates from zero do not depend on the size of a
-    gradient.
+    gradient; parameters that are all zeros or all ones start a little above, since a pass that took them for
+    constants would not show.
     """
     from ortgraph.runtime.session import TrainingSession
 
@@ -186,6 +187,7 @@ def compare(
     for g in (reference_form(_with_optimizer(reference, graph)), graph):
         session = TrainingSession(g, threads=threads, check_finite=False)
         _fill_states(session)
+        _fill_parameters(session)
         sessions.append(session)
     theirs, mine = sessions
     want = _Run.of(theirs, batch)
@@ -232,6 +234,19 @@ def _fill_states(session: TrainingSession) -> None:
     session.load_optimizer_state_dict(states)
     if session.signature.scalars:
         session.learning_rate = _RATE
+
+
+def _fill_parameters(session: TrainingSession) -> None:
+    """Move parameters that are all zeros or all ones (a fresh bias, a norm's scale), equally in every session."""
+    state = session.state_dict()
+    rng = np.random.default_rng(1)
+    for p in sorted(session.signature.parameters, key=lambda p: p.name):
+        old = state[p.name]
+        if old.dtype not in (np.float32, np.float64) or not old.size or not ((old == 0).all() or (old == 1).all()):
+            continue
+        new = np.asarray(old + rng.uniform(0.05, 0.1, old.shape), old.dtype)
+        state |= dict.fromkeys((p.name, *p.tied), new)
+    session.load_state_dict(state)
 
 
 def _compare_values(
