@@ -17,7 +17,7 @@ _OUT = typer.Option("-o", "--output", metavar="OUT", help="Where to write; a fol
 _PIPELINE = typer.Option("-p", "--pipeline", metavar="PIPELINE", help="Passes, not a preset: 'a,b{option=value}'.")
 _OPTIMIZER = typer.Option("--optimizer", metavar="NAME", help="Attach an optimizer: adamw or 'adamw{lr=1e-3}'.")
 _TARGET = typer.Option("--target", help="onnxruntime-training or onnxruntime.")
-_BUDGET = typer.Option("--memory-budget", metavar="BUDGET", help="60% of the activation peak, or bytes: 30MB.")
+_BUDGET = typer.Option("--memory-budget", metavar="BUDGET", help="60% of what the given order needs, or bytes: 30MB.")
 _VERIFY = typer.Option("--verify", metavar="LEVEL", help=f"One of {', '.join(LEVELS)}.")
 _REPORT = typer.Option("--report", metavar="FILE", help="Write an HTML report.")
 _EXPLAIN = typer.Option("--explain", metavar="PASS", help="Say what this pass did and why it refused.")

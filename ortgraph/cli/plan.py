@@ -13,7 +13,7 @@ from ortgraph.cli.plan_run import make_request, make_views, page, result_of, sho
 
 _IN = typer.Argument(metavar="IN", help="A training graph (.onnx) of any stage.")
 _OUT = typer.Option("-o", "--output", metavar="OUT", help="Write the planned graph.")
-_BUDGET = typer.Option("--memory-budget", metavar="BUDGET", help="60% of the activation peak, or bytes: 30MB.")
+_BUDGET = typer.Option("--memory-budget", metavar="BUDGET", help="60% of what the given order needs, or bytes: 30MB.")
 _LEVEL = typer.Option("-O", metavar="LEVEL", help="Preset for a graph that is not lowered yet; -O2 if absent.")
 _OPTIMIZER = typer.Option("--optimizer", metavar="NAME", help="Attach an optimizer: adamw or 'adamw{lr=1e-3}'.")
 _TARGET = typer.Option("--target", help="onnxruntime-training or onnxruntime.")

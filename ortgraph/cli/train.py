@@ -33,7 +33,7 @@ _OPTIMIZER = typer.Option(
 _OPTIMIZE = typer.Option(
     "--optimize/--no-optimize", help="Optimize the graph first (-O2), or run it as captured (-O0)."
 )
-_BUDGET = typer.Option("--memory-budget", metavar="BUDGET", help="60% of the activation peak, or bytes: 30MB.")
+_BUDGET = typer.Option("--memory-budget", metavar="BUDGET", help="60% of what the given order needs, or bytes: 30MB.")
 _INFERENCE = typer.Option("--export-inference", metavar="FILE", help="Write the trained model for inference (.onnx).")
 
 

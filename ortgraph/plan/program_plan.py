@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import re
 import time
@@ -15,8 +16,9 @@ from ortgraph.graph import TrainingGraph
 from ortgraph.plan.budget import budget_bytes
 from ortgraph.plan.buffers import sequence_buffers
 from ortgraph.plan.graph_problem import GraphProblem, graph_problem
-from ortgraph.plan.memory import MemorySolution, solve_best_fit
+from ortgraph.plan.memory import MemorySolution
 from ortgraph.plan.memory import solve as place
+from ortgraph.plan.memory.placement import METADATA_KEY
 from ortgraph.plan.recompute import MemoryFloor, RecomputeProblem, memory_floor, solve
 from ortgraph.plan.schedule import order_updates
 from ortgraph.plan.simulate import Profile, simulate
@@ -25,6 +27,7 @@ from ortgraph.runtime.selection import wanted_outputs
 
 logger = logging.getLogger(__name__)
 _TOLERANCE = 1e-3  # of the step's time over the bound: below what can be measured
+_PLACING, _ROUNDS = 2.0, 3  # effort on the given order: what a session takes, too
 _PLACEMENTS = 4  # tries to bring the placed arena under the budget
 
 
@@ -115,6 +118,15 @@ def planned_order(
     return [node for node in order if node in needed]
 
 
+def stored_arena(graph: TrainingGraph, program: str) -> int | None:
+    """Bytes of the arena that a planned graph has stored for a program; None without such a plan."""
+    try:
+        plan = json.loads(graph.model.metadata_props.get(METADATA_KEY, "{}"))
+        return plan["arena_bytes"] if plan["program"] == program and isinstance(plan["arena_bytes"], int) else None
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
 def plan_program(
     graph: TrainingGraph,
     budget: str | int | None = None,
@@ -140,7 +152,9 @@ def plan_program(
     operations = problem.operations
     given = tuple(operations.given_order())
     profile = simulate(operations, given)
-    arena = solve_best_fit(sequence_buffers(operations, given))
+    stored = stored_arena(graph, name)
+    rounds = _ROUNDS if stored is None else None
+    arena = place(sequence_buffers(operations, given), _PLACING, capacity=stored, max_rounds=rounds)
     floor = memory_floor(operations)
     took = time.perf_counter() - start
     plan = ProgramPlan(name, problem, None, given, profile, profile, arena, arena, floor, "given order", took)

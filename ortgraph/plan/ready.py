@@ -15,9 +15,9 @@ _LOWERED = ("lowered", "planned")
 
 
 def free_dimensions(graph: TrainingGraph) -> list[str]:
-    """Names of the symbolic dimensions of the graph's inputs, sorted."""
-    dims = (d for v in graph.graph.inputs for d in (v.shape or ()) if isinstance(d, ir.SymbolicDim))
-    return sorted({str(d.value) for d in dims})
+    """Names in the symbolic dimensions of the graph's inputs (``batch`` of ``32*batch``), sorted."""
+    dims = [d for v in graph.graph.inputs for d in (v.shape or ()) if isinstance(d, ir.SymbolicDim)]
+    return sorted({name for d in dims for name in (("None",) if d.value is None else d.free_symbols())})
 
 
 def ready_graph(

@@ -23,7 +23,7 @@ class SelectRecompute(GraphPass):
     refuses a graph that does not keep it any more.
 
     Args:
-        budget: ``60%`` of the activation peak of the given order, or bytes for the arena (``30MB``, ``24MiB``).
+        budget: ``60%`` of what the given order needs (arena and kernel scratch), or bytes (``30MB``, ``24MiB``).
         seconds: Time for the search.
         reorder: First evaluations may change their order.
 
@@ -52,7 +52,8 @@ class SelectRecompute(GraphPass):
             return changes
         plan = plan_program(graph, self.budget, self.seconds, self.reorder)
         before = tuple(graph.graph)
-        changes.counts["recomputed"] = apply_sequence(graph.graph, plan.problem, plan.sequence, self.name)
+        apply_sequence(graph.graph, plan.problem, plan.sequence, self.name)
+        changes.counts["recomputed"] = plan.recomputed
         changes.counts["ordered"] = before != tuple(graph.graph)
         assert plan.budget is not None
         store_budget(graph, plan.program, plan.budget - plan.scratch_bytes)

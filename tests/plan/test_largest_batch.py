@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 
 import ortgraph
@@ -13,7 +14,7 @@ from ortgraph.optim import AdamW
 from ortgraph.plan.footprint import footprint
 from ortgraph.plan.largest_batch import BatchFit, largest_batch, memory_bytes
 from ortgraph.plan.program_plan import plan_program
-from ortgraph.plan.ready import ready_graph
+from ortgraph.plan.ready import free_dimensions, ready_graph
 
 MEMORY = 400_000  # a few dozen rows
 
@@ -125,3 +126,13 @@ def test_memory_is_bytes(memory) -> None:
 
 def test_memory_forms() -> None:
     assert memory_bytes("4GB") == 4 * 10**9 and memory_bytes("2MiB") == 2 << 20 and memory_bytes(123) == 123
+
+
+def test_a_derived_dimension_asks_for_the_name_in_it(captured_blocks) -> None:
+    graph = captured_blocks.clone()
+    for value in graph.graph.inputs:
+        if value.shape is not None and not value.shape.is_static():
+            value.shape = ir.Shape(
+                [ir.SymbolicDim("4*batch") if isinstance(d, ir.SymbolicDim) else d for d in value.shape]
+            )
+    assert free_dimensions(graph) == ["batch"]

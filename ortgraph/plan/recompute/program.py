@@ -1,4 +1,4 @@
-"""Integer and linear programs in SciPy's HiGHS, which writes to standard output by itself now and then."""
+"""Integer and linear programs in SciPy's HiGHS, which prints lines of its own debugging now and then."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def solve_program(
         raise RuntimeSetupError("programs in integers need SciPy", "pip install scipy") from error
     where, columns, factors = entries
     matrix = coo_array((factors, (where, columns)), shape=(len(rows[0]), len(cost))).tocsc()
-    with _standard_output_to_error():
+    with _without_output():
         return milp(
             cost,
             integrality=integral,
@@ -61,8 +61,8 @@ def solve_program(
 
 
 @contextlib.contextmanager
-def _standard_output_to_error() -> Iterator[None]:
-    """What C code prints goes to standard error: standard output may be JSON."""
+def _without_output() -> Iterator[None]:
+    """What C code prints to standard output is dropped."""
     with _lock:
         sys.stdout.flush()
         try:
@@ -70,7 +70,8 @@ def _standard_output_to_error() -> Iterator[None]:
         except OSError:  # there is no standard output
             yield
             return
-        os.dup2(2, 1)
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
         try:
             yield
         finally:

@@ -170,3 +170,19 @@ def test_the_plan_says_what_it_predicts() -> None:
     assert plan.after.overhead > 0 and plan.floor.bytes <= plan.after.peak
     with pytest.raises(PlanError, match="infeasible"):
         plan_program(lowered, "1%")
+
+
+def test_a_planned_graph_takes_what_its_plan_says() -> None:
+    tight = optimized(0.0, AdamW(lr=1e-2), "70%")
+    _, batch = captured()
+    session = ortgraph.TrainingSession(tight)
+    session.step(batch)
+    assert plan_program(tight).arena.arena_bytes <= session.arena_bytes
+
+
+def test_what_is_reported_is_what_the_plan_recomputes() -> None:
+    lowered = ortgraph.optimize(captured()[0], "O2")
+    plan = plan_program(lowered.graph, "70%")
+    tight = ortgraph.optimize(captured()[0], "O2", memory_budget="70%")
+    record = next(r for r in tight.report.passes if r.name == "select-recompute")
+    assert record.counts["recomputed"] == plan.recomputed <= copies(tight.graph)
