@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import re
 import time
@@ -18,7 +17,7 @@ from ortgraph.plan.buffers import sequence_buffers
 from ortgraph.plan.graph_problem import GraphProblem, graph_problem
 from ortgraph.plan.memory import MemorySolution
 from ortgraph.plan.memory import solve as place
-from ortgraph.plan.memory.placement import METADATA_KEY
+from ortgraph.plan.memory.placement import stored_plan
 from ortgraph.plan.recompute import MemoryFloor, RecomputeProblem, memory_floor, solve
 from ortgraph.plan.schedule import order_updates
 from ortgraph.plan.simulate import Profile, simulate
@@ -118,15 +117,6 @@ def planned_order(
     return [node for node in order if node in needed]
 
 
-def stored_arena(graph: TrainingGraph, program: str) -> int | None:
-    """Bytes of the arena that a planned graph has stored for a program; None without such a plan."""
-    try:
-        plan = json.loads(graph.model.metadata_props.get(METADATA_KEY, "{}"))
-        return plan["arena_bytes"] if plan["program"] == program and isinstance(plan["arena_bytes"], int) else None
-    except (ValueError, TypeError, KeyError):
-        return None
-
-
 def plan_program(
     graph: TrainingGraph,
     budget: str | int | None = None,
@@ -152,9 +142,10 @@ def plan_program(
     operations = problem.operations
     given = tuple(operations.given_order())
     profile = simulate(operations, given)
-    stored = stored_arena(graph, name)
-    rounds = _ROUNDS if stored is None else None
-    arena = place(sequence_buffers(operations, given), _PLACING, capacity=stored, max_rounds=rounds)
+    stored = stored_plan(graph.model)
+    known = stored["arena_bytes"] if stored and stored["program"] == name else None
+    rounds = _ROUNDS if known is None else None
+    arena = place(sequence_buffers(operations, given), _PLACING, capacity=known, max_rounds=rounds)
     floor = memory_floor(operations)
     took = time.perf_counter() - start
     plan = ProgramPlan(name, problem, None, given, profile, profile, arena, arena, floor, "given order", took)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +12,7 @@ from ortgraph.graph import TrainingGraph
 from ortgraph.graph.text import shape_text
 from ortgraph.manager.pass_manager import PassRecord
 from ortgraph.manager.rewrite import op_key
-from ortgraph.plan.memory.placement import METADATA_KEY as PLAN_KEY
+from ortgraph.plan.memory.placement import stored_plan
 
 VALUE_COLUMNS = ("role", "name", "type")
 PASS_COLUMNS = ("pass", "changed", "nodes", "counts", "remarks")
@@ -132,19 +131,10 @@ def memory_of(graph: TrainingGraph) -> dict[str, int | None]:
             continue
         size, total = bytes_of(inputs[name]), sums[key]
         sums[key] = None if size is None or total is None else total + size
-    plan = graph.model.metadata_props.get(PLAN_KEY)
-    if plan is not None:
-        sums |= _planned(plan)
+    plan = stored_plan(graph.model)
+    if plan is not None:  # one that does not parse has no figures; a session plans anew
+        sums |= {"arena": plan.get("arena_bytes"), "arena_bound": plan.get("max_load_bytes")}
     return sums
-
-
-def _planned(plan: str) -> dict[str, int | None]:
-    """Arena and bound of a stored plan; not known when the plan does not parse, which a session mends."""
-    try:
-        stored = json.loads(plan)
-        return {"arena": int(stored["arena_bytes"]), "arena_bound": int(stored["max_load_bytes"])}
-    except (ValueError, TypeError, KeyError):
-        return {"arena": None, "arena_bound": None}
 
 
 _MEMORY_NOTES = {

@@ -52,7 +52,7 @@ def evaluation_form(graph: TrainingGraph) -> TrainingGraph:
         )
     form = graph.clone()
     g = form.graph
-    for key in (METADATA_KEY, "ortgraph.plan"):
+    for key in (METADATA_KEY, "ortgraph.plan", "ortgraph.budget"):
         form.model.metadata_props.pop(key, None)
     names = Names(g)
     for node in tuple(g):

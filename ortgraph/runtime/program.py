@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import pathlib
 import tempfile
@@ -20,7 +19,7 @@ from ortgraph.errors import BatchError, PlanError, RuntimeSetupError
 from ortgraph.graph import TrainingGraph, static_shape
 from ortgraph.ops import kernels
 from ortgraph.ops.spec import KERNELS
-from ortgraph.plan.memory.placement import METADATA_KEY, Placement, place_values
+from ortgraph.plan.memory.placement import Placement, place_values, stored_plan
 from ortgraph.plan.schedule import order_updates
 from ortgraph.plan.stored_budget import stored_budget, warn_if_over
 from ortgraph.runtime.arena import Memory
@@ -77,18 +76,11 @@ def loss_value(graph: TrainingGraph) -> ir.Value | None:
 
 def stored_offsets(graph: TrainingGraph, program: str) -> Mapping[str, int] | None:
     """The offsets that PlanMemory stored for this program, None when there are none."""
-    text = graph.model.metadata_props.get(METADATA_KEY)
-    if text is None:
-        return None
-    try:
-        plan = json.loads(text)
-        offsets = plan["offsets"] if plan["program"] == program else None
-        if offsets is None or all(isinstance(offset, int) for offset in offsets.values()):
-            return offsets
-    except (ValueError, TypeError, KeyError, AttributeError):
-        pass
-    logger.warning("the stored memory plan does not parse; planning anew")
-    return {}
+    plan = stored_plan(graph.model)
+    if plan == {}:
+        logger.warning("the stored memory plan does not parse; planning anew")
+        return {}
+    return None if plan is None or plan["program"] != program else plan["offsets"]
 
 
 class Program:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import onnx_ir as ir
 
@@ -69,6 +70,21 @@ class Placement:
             },
             separators=(",", ":"),
         )
+
+
+def stored_plan(model: ir.Model) -> dict[str, Any] | None:
+    """The plan in a model's metadata (``Placement.to_json``): None without one, empty when it does not parse."""
+    text = model.metadata_props.get(METADATA_KEY)
+    if text is None:
+        return None
+    try:
+        plan = json.loads(text)
+        numbers = [plan["arena_bytes"], plan["max_load_bytes"], *plan["offsets"].values()]
+        if isinstance(plan["program"], str) and all(isinstance(n, int) for n in numbers):
+            return plan
+    except (ValueError, TypeError, KeyError, AttributeError):
+        pass
+    return {}
 
 
 def place_values(
