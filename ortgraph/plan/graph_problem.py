@@ -7,7 +7,7 @@ they view, once per evaluation of it (see ``ortgraph.plan.rebuild``).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import onnx_ir as ir
 
@@ -45,7 +45,6 @@ def graph_problem(
     wanted: Collection[ir.Value],
     pairs: Iterable[tuple[ir.Value, ir.Value]] = (),
     loss: ir.Value | None = None,
-    cost: Callable[[ir.Node], float] | None = None,
 ) -> GraphProblem:
     """The planning problem of a program.
 
@@ -55,7 +54,6 @@ def graph_problem(
         wanted: Values read after the run.
         pairs: (input, new value) of everything that the run replaces; the new values are among ``wanted``.
         loss: Nothing is replaced before it is computed.
-        cost: Microseconds of a node; ``ortgraph.analysis.cost.predict`` when None.
 
     Raises:
         PlanError: A value that a plan must move has no static size.
@@ -63,7 +61,7 @@ def graph_problem(
     live = Liveness(graph, order, wanted)
     loss_at = live.position.get(loss.producer(), -1) if loss is not None else -1  # type: ignore[arg-type]
     overwriting = {live.storage(new): old for old, new in pairs if may_overwrite_at(live, old, new, loss_at)}
-    views = tuple(node for node in live.order if is_view(live, node))
+    views = tuple(node for node in live.order if _is_view(live, node))
     skipped = set(views)
     nodes = tuple(node for node in live.order if node not in skipped)
     at = {node: i for i, node in enumerate(nodes)}
@@ -82,6 +80,7 @@ def graph_problem(
     for i, read in enumerate(reads):
         for storage in read:
             readers.setdefault(storage, []).append(i)
+    costs = [predict(node) for node in nodes]
     operations = []
     for i, node in enumerate(nodes):
         replaced = [overwriting[o] for o in node.outputs if o in overwriting]
@@ -91,7 +90,7 @@ def graph_problem(
         operations.append(
             Operation(
                 node.name or f"{node.op_type}.{i}",
-                _cost(node, cost),
+                costs[i].microseconds,
                 tuple(sorted(index[s] for s in reads[i] if s in index)),
                 tuple(index[o] for o in node.outputs if o in index),
                 _repeatable(live, node, captured),
@@ -99,11 +98,11 @@ def graph_problem(
                 after=tuple(sorted(j for j in after if j < i)),
             )
         )
-    scratch = tuple(predict(node).scratch for node in nodes)
+    scratch = tuple(c.scratch for c in costs)
     return GraphProblem(OperationGraph(tuple(operations), tuple(values)), nodes, tuple(storages), views, scratch)
 
 
-def is_view(live: Liveness, node: ir.Node) -> bool:
+def _is_view(live: Liveness, node: ir.Node) -> bool:
     """Whether all that a node makes are the bytes of what it reads."""
     outputs = [o for o in node.outputs if o.name]
     return bool(outputs) and all(live.storage(o) is not o for o in outputs)
@@ -141,10 +140,6 @@ def _repeatable(live: Liveness, node: ir.Node, captured: Collection[ir.Value]) -
     if any(a.type in bodies for a in node.attributes.values()):
         return False
     return spec.deterministic and spec.recompute and not spec.effects
-
-
-def _cost(node: ir.Node, cost: Callable[[ir.Node], float] | None) -> float:
-    return predict(node).microseconds if cost is None else cost(node)
 
 
 def _in_place(

@@ -40,7 +40,7 @@ def solve_greedy(
     sequence = list(graph.given_order() if order is None else order)
     live = simulate(graph, sequence).live
     while live.max(initial=0) > problem.budget and time.perf_counter() - start < seconds:
-        better = _relieve(graph, sequence, live, problem.budget)
+        better = relieve_peak(graph, sequence, live, problem.budget)
         if better is None:
             break
         sequence, live = better
@@ -54,7 +54,7 @@ class _Drop:
     chain: tuple[int, ...]  # operations evaluated right before it
 
 
-def _relieve(
+def relieve_peak(
     graph: OperationGraph, sequence: list[int], live: np.ndarray, budget: int
 ) -> tuple[list[int], np.ndarray] | None:
     """The sequence with the best drop at the peak, None where none helps."""

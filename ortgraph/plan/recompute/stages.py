@@ -24,7 +24,7 @@ import numpy as np
 
 from ortgraph.plan.operations import OperationGraph
 from ortgraph.plan.recompute.floor import check_floor
-from ortgraph.plan.recompute.greedy import _relieve
+from ortgraph.plan.recompute.greedy import relieve_peak
 from ortgraph.plan.recompute.problem import RecomputeProblem
 from ortgraph.plan.recompute.program import solve_program
 from ortgraph.plan.recompute.solution import RecomputeSolution, make_solution
@@ -107,7 +107,7 @@ def relieve(problem: RecomputeProblem, sequence: Sequence[int], until: float) ->
     changed = list(sequence)
     live = simulate(problem.graph, changed).live
     while live.max(initial=0) > problem.budget and time.perf_counter() < until:
-        step = _relieve(problem.graph, changed, live, problem.budget)
+        step = relieve_peak(problem.graph, changed, live, problem.budget)
         if step is None:
             break
         changed, live = step
