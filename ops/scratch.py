@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from ortgraph.graph.edit import static_shape
 from ortgraph.ops.kernels.table import KERNELS as TABLE
+from ortgraph.ops.kernels.table import base_name
 from ortgraph.ops.shapes import attribute, broadcast
 from ortgraph.ops.spec import CONTRIB, KERNELS
 
@@ -33,7 +34,7 @@ def scratch_bytes(node: ir.Node, threads: int = 2) -> int:
     if any(v is not None and static_shape(v) is None for v in (*node.inputs, *(o for o in node.outputs if o.name))):
         return 0
     if node.domain == KERNELS:
-        entry = TABLE.get(node.op_type)
+        entry = TABLE.get(base_name(node.op_type))
         return entry.scratch(node) if entry is not None else 0
     rule = _RULES.get(("" if node.domain == "ai.onnx" else node.domain, node.op_type))
     return rule(node, threads) if rule is not None else 0

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import onnx_ir as ir
 
 from ortgraph.graph.edit import static_shape
+from ortgraph.ops.kernels.table import base_name
 from ortgraph.ops.shapes import attribute, ints_of, operator
 from ortgraph.ops.spec import KERNELS, spec_of
 
@@ -158,7 +159,7 @@ def _convolution_features(node: ir.Node, flops: int) -> Mapping[str, float]:
 def class_of(node: ir.Node) -> str:
     """How the node's kernel spends its time, one of CLASSES."""
     spec = spec_of(node)
-    name = node.op_type
+    name = base_name(node.op_type) if node.domain == KERNELS else node.op_type
     if spec.alias or name in _SHAPE_ONLY:
         return "free"
     if name in _CLASS:

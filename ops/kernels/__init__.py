@@ -19,7 +19,7 @@ import onnx_ir as ir
 
 from ortgraph.errors import RuntimeSetupError
 from ortgraph.ops.kernels import library
-from ortgraph.ops.kernels.table import BY_OPERATOR, KERNELS, KernelEntry
+from ortgraph.ops.kernels.table import BY_OPERATOR, KERNELS, KernelEntry, base_name, variant_name
 from ortgraph.ops.shapes import ints_of
 from ortgraph.ops.spec import KERNELS as DOMAIN
 
@@ -68,12 +68,25 @@ def build(builder: Builder, node: ir.Node) -> Sequence[ir.Value]:
     if entry.name == "BiasGrad":
         attributes.setdefault("keepdims", 1)  # ReduceSum's default
     inputs = node.inputs[: len(entry.inputs)]  # axes of ReduceSum are not an input of the kernel
-    return builder.multi(entry.name, *inputs, outputs=len(node.outputs), domain=DOMAIN, **attributes)
+    name = variant_name(entry.name, [o.dtype for o in node.outputs])
+    return builder.multi(name, *inputs, outputs=len(node.outputs), domain=DOMAIN, **attributes)
 
 
 def _types_differ(entry: KernelEntry, node: ir.Node) -> str | None:
+    types: dict[str, ir.DataType] = {}
+    values = [*zip(entry.inputs, node.inputs, strict=False), *zip(entry.outputs, node.outputs, strict=False)]
+    for name, value in values:
+        group = next((g for g in entry.low if name in g), None)
+        if value is None or value.dtype is None or group is None:
+            continue
+        if value.dtype not in entry.types:
+            return (
+                f"the kernel takes {name.rstrip('?')} as {' or '.join(t.name for t in entry.types)}, not {value.dtype}"
+            )
+        if types.setdefault(group[0], value.dtype) != value.dtype:
+            return f"the kernel wants one type for {', '.join(n.rstrip('?') for n in group)}"
     for name, value in zip(entry.inputs, node.inputs, strict=False):
-        if value is None:
+        if value is None or any(name in group for group in entry.low):
             continue
         wanted = ir.DataType.FLOAT
         if name in entry.integers:
@@ -113,4 +126,14 @@ def _built() -> tuple[pathlib.Path | None, str]:
         return None, str(error)
 
 
-__all__ = ["DOMAIN", "KERNELS", "KernelEntry", "available", "build", "library_path", "reason"]
+__all__ = [
+    "DOMAIN",
+    "KERNELS",
+    "KernelEntry",
+    "available",
+    "base_name",
+    "build",
+    "library_path",
+    "reason",
+    "variant_name",
+]

@@ -49,7 +49,7 @@ enum Position : std::size_t {
   kParallelFor = 274,
 };
 
-enum ElementType : int { kFloat = 1, kInt64 = 7, kBool = 9 };
+enum ElementType : int { kFloat = 1, kInt64 = 7, kBool = 9, kHalf = 10, kBfloat16 = 16 };
 enum Characteristic : int { kRequired = 0, kOptional = 1, kVariadic = 2 };
 enum ErrorCode : int { kFail = 1, kInvalidArgument = 2 };
 

@@ -33,11 +33,20 @@ struct Shape {
 struct Tensor {
   const void* raw = nullptr;
   Shape shape;
+  ElementType type = kFloat;
 
   explicit operator bool() const { return present; }
   const float* floats() const { return static_cast<const float*>(raw); }
   const std::int64_t* ints() const { return static_cast<const std::int64_t*>(raw); }
   bool present = false;
+};
+
+// An output that may be in low precision; raw is null when the node leaves it out.
+struct Output {
+  void* raw = nullptr;
+  ElementType type = kFloat;
+
+  explicit operator bool() const { return raw != nullptr; }
 };
 
 class Attributes {
@@ -63,6 +72,7 @@ class Context {
   Tensor input(std::size_t index) const;
   // Null when the node leaves the output out.
   void* output(std::size_t index, const Shape& shape) const;
+  Output typed_output(std::size_t index, const Shape& shape) const;
   float* floats(std::size_t index, const Shape& shape) const { return static_cast<float*>(output(index, shape)); }
 
   // body(part) for part in [0, parts), on the session's own threads. Which thread runs a part is not fixed, so a part
@@ -109,6 +119,7 @@ class Context {
     });
   }
   void run_parallel(void (*body)(void*, std::size_t), std::size_t parts, void* data) const;
+  Value* output_value(std::size_t index, const Shape& shape) const;
 
   const Slot* api_;
   KernelContext* raw_;
@@ -141,13 +152,17 @@ class Scratch {
 struct Port {
   ElementType type = kFloat;
   Characteristic kind = kRequired;
+  int group = -1;  // 0 and up: in low precision too, the same type as the other ports of the group
 };
+
+// A port that takes float32 and bf16 (and fp16, where the kernel has it).
+constexpr Port low(int group, Characteristic kind = kRequired) { return {kFloat, kind, group}; }
 
 struct Definition : CustomOp {
   using Factory = std::unique_ptr<Kernel> (*)(const Attributes&);
-  Definition(const char* name, std::vector<Port> inputs, std::vector<Port> outputs, Factory factory);
+  Definition(std::string name, std::vector<Port> inputs, std::vector<Port> outputs, Factory factory);
 
-  const char* op_name;
+  std::string op_name;
   std::vector<Port> in, out;
   Factory factory;
 };
@@ -172,6 +187,12 @@ inline void expect(bool holds, const char* what) {
 
 // One per source file; library.cpp registers what they return.
 using Definitions = std::vector<Definition*>;
+
+// One definition for each combination of types of the groups. The runtime tells variants of one name apart by their
+// inputs only, so a name ends in one letter (f, b, h) for each group with an output, unless all of these are float32.
+void add_variants(Definitions& to, const char* name, const std::vector<Port>& inputs, const std::vector<Port>& outputs,
+                  Definition::Factory factory, bool half = false);
+
 void add_activation(Definitions& to);
 void add_embedding(Definitions& to);
 void add_loss(Definitions& to);

@@ -1,6 +1,7 @@
 // The entry point of the library and the glue between kernels and the runtime's C ABI.
 #include <cstdio>
 #include <cstring>
+#include <deque>
 #include <memory>
 #include <mutex>
 
@@ -28,21 +29,21 @@ void check(const Slot* api, Status* status, const char* what) {
 
 struct Instance {
   const Slot* api;
-  const char* name;
+  std::string name;
   std::unique_ptr<Kernel> kernel;
 };
 
 const Definition* self(const CustomOp* op) { return static_cast<const Definition*>(op); }
 
 template <class Body>
-Status* guarded(const Slot* api, const char* name, const Body& body) {
+Status* guarded(const Slot* api, const std::string& name, const Body& body) {
   try {
     body();
     return nullptr;
   } catch (const std::invalid_argument& error) {
-    return failure(api, kInvalidArgument, std::string("ortgraph.kernels.") + name + ": " + error.what());
+    return failure(api, kInvalidArgument, "ortgraph.kernels." + name + ": " + error.what());
   } catch (const std::exception& error) {
-    return failure(api, kFail, std::string("ortgraph.kernels.") + name + ": " + error.what());
+    return failure(api, kFail, "ortgraph.kernels." + name + ": " + error.what());
   }
 }
 
@@ -153,6 +154,9 @@ Tensor Context::input(std::size_t index) const {
     at<Status* (*)(const ShapeInfo*, std::int64_t*, std::size_t)>(api_, kDimensions)(info, tensor.shape.dim.data(),
                                                                                      tensor.shape.rank);
   }
+  int type = kFloat;
+  check(api_, at<Status* (*)(const ShapeInfo*, int*)>(api_, kElementType)(info, &type), "element type");
+  tensor.type = static_cast<ElementType>(type);
   at<void (*)(ShapeInfo*)>(api_, kReleaseShape)(info);
   expect(fits, "more than 8 dimensions");
   void* data = nullptr;
@@ -163,16 +167,35 @@ Tensor Context::input(std::size_t index) const {
 }
 
 void* Context::output(std::size_t index, const Shape& shape) const {
+  Value* value = output_value(index, shape);
+  if (!value) return nullptr;
+  void* data = nullptr;
+  check(api_, at<Status* (*)(const Value*, void**)>(api_, kTensorData)(value, &data), "output data");
+  return data;
+}
+
+Output Context::typed_output(std::size_t index, const Shape& shape) const {
+  Output output;
+  Value* value = output_value(index, shape);
+  if (!value) return output;
+  check(api_, at<Status* (*)(const Value*, void**)>(api_, kTensorData)(value, &output.raw), "output data");
+  ShapeInfo* info = nullptr;
+  check(api_, at<Status* (*)(const Value*, ShapeInfo**)>(api_, kTypeAndShape)(value, &info), "output type");
+  int type = kFloat;
+  check(api_, at<Status* (*)(const ShapeInfo*, int*)>(api_, kElementType)(info, &type), "element type");
+  at<void (*)(ShapeInfo*)>(api_, kReleaseShape)(info);
+  output.type = static_cast<ElementType>(type);
+  return output;
+}
+
+Value* Context::output_value(std::size_t index, const Shape& shape) const {
   if (index >= outputs()) return nullptr;
   Value* value = nullptr;
   check(api_,
         at<Status* (*)(KernelContext*, std::size_t, const std::int64_t*, std::size_t, Value**)>(api_, kOutput)(
             raw_, index, shape.dim.data(), shape.rank, &value),
         "an output: its shape differs from the bound buffer's");
-  if (!value) return nullptr;
-  void* data = nullptr;
-  check(api_, at<Status* (*)(const Value*, void**)>(api_, kTensorData)(value, &data), "output data");
-  return data;
+  return value;
 }
 
 void Context::run_parallel(void (*body)(void*, std::size_t), std::size_t parts, void* data) const {
@@ -182,10 +205,10 @@ void Context::run_parallel(void (*body)(void*, std::size_t), std::size_t parts, 
         "ParallelFor");
 }
 
-Definition::Definition(const char* name_, std::vector<Port> inputs, std::vector<Port> outputs, Factory factory_)
-    : CustomOp{}, op_name(name_), in(std::move(inputs)), out(std::move(outputs)), factory(factory_) {
+Definition::Definition(std::string name_, std::vector<Port> inputs, std::vector<Port> outputs, Factory factory_)
+    : CustomOp{}, op_name(std::move(name_)), in(std::move(inputs)), out(std::move(outputs)), factory(factory_) {
   version = kApiVersion;
-  name = [](const CustomOp* op) { return self(op)->op_name; };
+  name = [](const CustomOp* op) { return self(op)->op_name.c_str(); };
   provider = [](const CustomOp*) -> const char* { return nullptr; };
   input_type = [](const CustomOp* op, std::size_t i) -> int { return self(op)->in[i].type; };
   input_count = [](const CustomOp* op) { return self(op)->in.size(); };
@@ -203,6 +226,40 @@ Definition::Definition(const char* name_, std::vector<Port> inputs, std::vector<
   compute_v2 = run;
   start_version = [](const CustomOp*) { return 1; };
   end_version = [](const CustomOp*) { return 1; };
+}
+
+void add_variants(Definitions& to, const char* name, const std::vector<Port>& inputs, const std::vector<Port>& outputs,
+                  Definition::Factory factory, bool half) {
+  static std::deque<Definition> made;  // sessions keep pointing to them
+  std::vector<ElementType> types{kFloat, kBfloat16};
+  if (half) types.push_back(kHalf);
+  int groups = 0;
+  for (const auto* ports : {&inputs, &outputs}) {
+    for (const Port& port : *ports) groups = std::max(groups, port.group + 1);
+  }
+  std::size_t combinations = 1;
+  for (int g = 0; g < groups; ++g) combinations *= types.size();
+  for (std::size_t c = 0; c < combinations; ++c) {
+    std::vector<ElementType> chosen;
+    for (std::size_t rest = c; chosen.size() < static_cast<std::size_t>(groups); rest /= types.size()) {
+      chosen.push_back(types[rest % types.size()]);
+    }
+    std::vector<Port> in = inputs, out = outputs;
+    for (auto* ports : {&in, &out}) {
+      for (Port& port : *ports) {
+        if (port.group >= 0) port.type = chosen[static_cast<std::size_t>(port.group)];
+      }
+    }
+    std::string letters;
+    for (int g = 0; g < groups; ++g) {
+      const ElementType type = chosen[static_cast<std::size_t>(g)];
+      if (std::any_of(out.begin(), out.end(), [&](const Port& port) { return port.group == g; })) {
+        letters += type == kFloat ? 'f' : type == kBfloat16 ? 'b' : 'h';
+      }
+    }
+    const bool plain = letters.find_first_not_of('f') == std::string::npos;
+    to.push_back(&made.emplace_back(plain ? std::string(name) : name + ("_" + letters), in, out, factory));
+  }
 }
 
 }  // namespace ortgraph

@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from ortgraph.ops.kernels.table import KERNELS as TABLE
-from ortgraph.ops.kernels.table import KernelEntry
+from ortgraph.ops.kernels.table import KernelEntry, output_types
 from ortgraph.ops.shapes import Types, attribute, elements_flops, given, like, normalized_axis, retyped, shape_of, typed
 from ortgraph.ops.spec import COMPOSITE, InferRule, OpSpec, lookup, register
 from ortgraph.ops.spec import KERNELS as DOMAIN
@@ -98,13 +98,28 @@ _ELEMENTWISE = frozenset({"Gelu", "GeluGrad", "Silu", "SiluGrad", "ReluGrad", "T
 _OPTIMIZERS = frozenset({"AdamW", "MultiAdamW", "EmbeddingAdamW"})
 
 
-def _spec(entry: KernelEntry) -> OpSpec:
+def _retyped(rule: InferRule, entry: KernelEntry, op_type: str) -> InferRule:
+    """The rule with the output types that the variant's name says."""
+
+    def retyped_rule(node: ir.Node) -> Types | None:
+        found, types = rule(node), output_types(op_type)
+        if found is None:
+            return None
+        return [
+            made if made is None or name not in types else (types[name], made[1])
+            for name, made in zip(entry.outputs, found, strict=False)
+        ]
+
+    return retyped_rule if entry.named_groups else rule
+
+
+def _spec(entry: KernelEntry, op_type: str) -> OpSpec:
     return OpSpec(
-        DOMAIN, entry.name, elementwise=entry.name in _ELEMENTWISE, recompute=entry.name not in _OPTIMIZERS,
-        inplace=entry.inplace, infer=_INFER.get(entry.name) or _as_composite(entry.name),
+        DOMAIN, op_type, elementwise=entry.name in _ELEMENTWISE, recompute=entry.name not in _OPTIMIZERS,
+        inplace=entry.inplace, infer=_retyped(_INFER.get(entry.name) or _as_composite(entry.name), entry, op_type),
         flops=elements_flops(8), doc=entry.doc,
         optional_outputs=tuple(i for i, name in enumerate(entry.outputs) if name.endswith("?")),
     )  # fmt: skip
 
 
-register(*[_spec(entry) for entry in TABLE.values()])
+register(*[_spec(entry, op_type) for entry in TABLE.values() for op_type in entry.variants()])

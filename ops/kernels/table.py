@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -17,12 +18,16 @@ _MAX_PARTS = 32  # kernel.h: pieces that work is cut into, whatever the number o
 _GRAIN = 8192  # kernel.h: elements of a piece at least
 _MULTI = 256  # tensors of one MultiAdamW for which in-place pairs are listed
 
+_LETTERS = {ir.DataType.FLOAT: "f", ir.DataType.BFLOAT16: "b", ir.DataType.FLOAT16: "h"}
+
 Scratch = Callable[[ir.Node], int]
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelEntry:
-    """One operator of domain ``ortgraph.kernels``. All tensors are float32 but those in ``integers`` and ``booleans``.
+    """One operator of domain ``ortgraph.kernels``.
+
+    All tensors are float32 but those in ``integers``, ``booleans`` and, where a node says so, ``low``.
 
     Attributes:
         name: Operator name.
@@ -33,6 +38,9 @@ class KernelEntry:
         implements: (domain, operator) that it replaces one to one; None for a fused extra.
         integers: Inputs that are int64.
         booleans: Inputs and outputs that are bool.
+        low: Groups of inputs and outputs that may be bfloat16 too. The names of a group share one type; the order is
+            that of the groups in C++ (``low(0)``, ``low(1)``, ...). See ``variant_name``.
+        half: Whether float16 is one of these types.
         scratch: Bytes that a run allocates, from a node with static shapes.
         doc: One line: the equation.
     """
@@ -45,8 +53,68 @@ class KernelEntry:
     implements: tuple[str, str] | None = None
     integers: frozenset[str] = frozenset()
     booleans: frozenset[str] = frozenset()
+    low: tuple[tuple[str, ...], ...] = ()
+    half: bool = False
     scratch: Scratch = lambda node: 0
     doc: str = ""
+
+    @property
+    def types(self) -> tuple[ir.DataType, ...]:
+        """What the members of ``low`` may be."""
+        return tuple(t for t in _LETTERS if t != ir.DataType.FLOAT16 or self.half)
+
+    @property
+    def named_groups(self) -> tuple[tuple[str, ...], ...]:
+        """The groups of ``low`` that have an output: their types are in the operator's name."""
+        return tuple(group for group in self.low if any(name in self.outputs for name in group))
+
+    def variants(self) -> tuple[str, ...]:
+        """Every operator name of this kernel, the float32 one first."""
+        letters = [_LETTERS[t] for t in self.types]
+        return tuple(
+            _suffixed(self.name, chosen) for chosen in itertools.product(letters, repeat=len(self.named_groups))
+        )
+
+
+def _suffixed(name: str, letters: Sequence[str]) -> str:
+    return name if all(letter == "f" for letter in letters) else f"{name}_{''.join(letters)}"
+
+
+def base_name(op_type: str) -> str:
+    """``LayerNorm`` for ``LayerNorm`` and ``LayerNorm_b``: the name in the table."""
+    return op_type.partition("_")[0]
+
+
+def output_types(op_type: str) -> Mapping[str, ir.DataType]:
+    """Types of the outputs that may be in low precision, by output name, of a kernel's variant."""
+    entry = KERNELS[base_name(op_type)]
+    letters = op_type.partition("_")[2] or "f" * len(entry.named_groups)
+    by_letter = {letter: dtype for dtype, letter in _LETTERS.items()}
+    return {
+        name: by_letter[letter]
+        for group, letter in zip(entry.named_groups, letters, strict=True)
+        for name in group
+        if name in entry.outputs
+    }
+
+
+def variant_name(name: str, outputs: Sequence[ir.DataType | None]) -> str:
+    """The operator of domain ``ortgraph.kernels`` for given output types.
+
+    ONNX Runtime tells custom operators of one name apart by the types of their inputs only. So the name ends in one
+    letter (f: float32, b: bfloat16, h: float16) for each group of outputs, unless all of these are float32.
+
+    Args:
+        name: Name in the table.
+        outputs: Types of the node's outputs; None for an absent one.
+    """
+    entry = KERNELS[name]
+    given = dict(zip(entry.outputs, outputs, strict=False))
+    letters = []
+    for group in entry.named_groups:
+        found = [given[n] for n in group if given.get(n) is not None]
+        letters.append(_LETTERS[found[0]] if found else "f")  # type: ignore[index]
+    return _suffixed(name, letters)
 
 
 def _size(node: ir.Node, index: int) -> tuple[int, ...]:

@@ -50,6 +50,64 @@ inline void store(float* p, V v, Full) { std::memcpy(p, &v, sizeof v); }
 inline void store(float* p, V v, Part part) {
   std::memcpy(p, &v, static_cast<std::size_t>(part.lanes) * sizeof(float));
 }
+// Low-precision elements as they lie in memory. Rounding is to nearest, ties to even; NaN stays NaN.
+struct Bf16 {
+  std::uint16_t bits;
+};
+struct Half {
+  std::uint16_t bits;
+};
+typedef std::uint16_t Vh __attribute__((vector_size(32)));
+typedef std::uint32_t Vu __attribute__((vector_size(64)));
+
+inline V widen(Vh bits, Bf16) { return reinterpret_cast<V>(__builtin_convertvector(bits, Vu) << 16); }
+inline Vh narrow(V v, Bf16) {
+  const Vu bits = reinterpret_cast<Vu>(v);
+  const Vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return __builtin_convertvector(v == v ? rounded : (bits >> 16) | 0x40, Vh);
+}
+#ifdef __AVX512F__
+inline V widen(Vh bits, Half) { return (V)_mm512_cvtph_ps((__m256i)bits); }
+inline Vh narrow(V v, Half) { return (Vh)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+#else
+inline V widen(Vh bits, Half) {
+  const Vu wide = __builtin_convertvector(bits, Vu), magnitude = (wide & 0x7fff) << 13;
+  const Vu scaled = reinterpret_cast<Vu>(reinterpret_cast<V>(magnitude) * 0x1p112f);
+  const Vu finite = magnitude < (0x7c00u << 13) ? scaled : magnitude | 0x7f800000;
+  return reinterpret_cast<V>(finite | (wide & 0x8000) << 16);
+}
+inline Vh narrow(V v, Half) {
+  const Vu bits = reinterpret_cast<Vu>(v), size = bits & 0x7fffffff;
+  const Vu normal = (size + 0xfff + ((size >> 13) & 1) - (112u << 23)) >> 13;
+  // Subnormal results: the sum with 1/2 rounds to multiples of 2^-24, the unit of the result.
+  const Vu small = reinterpret_cast<Vu>(reinterpret_cast<V>(size) + 0.5f) - 0x3f000000;
+  Vu half = size < 0x38800000 ? small : normal;
+  half = size >= 0x477ff000 ? Vu{} + 0x7c00 : half;
+  half = size > 0x7f800000 ? ((size >> 13) & 0x3ff) | 0x7e00 : half;
+  return __builtin_convertvector(half | (bits >> 16 & 0x8000), Vh);
+}
+#endif
+
+template <class T>
+inline V load_low(const T* p, int lanes, float fill) {
+  Vh bits = narrow(splat(fill), T{});
+  std::memcpy(&bits, p, static_cast<std::size_t>(lanes) * sizeof(T));
+  return widen(bits, T{});
+}
+template <class T>
+inline void store_low(T* p, V v, int lanes) {
+  const Vh bits = narrow(v, T{});
+  std::memcpy(p, &bits, static_cast<std::size_t>(lanes) * sizeof(T));
+}
+inline V load(const Bf16* p, Full, float = 0) { return load_low(p, kLanes, 0); }
+inline V load(const Bf16* p, Part part, float fill = 0) { return load_low(p, part.lanes, fill); }
+inline V load(const Half* p, Full, float = 0) { return load_low(p, kLanes, 0); }
+inline V load(const Half* p, Part part, float fill = 0) { return load_low(p, part.lanes, fill); }
+inline void store(Bf16* p, V v, Full) { store_low(p, v, kLanes); }
+inline void store(Bf16* p, V v, Part part) { store_low(p, v, part.lanes); }
+inline void store(Half* p, V v, Full) { store_low(p, v, kLanes); }
+inline void store(Half* p, V v, Part part) { store_low(p, v, part.lanes); }
+
 // Zero in the lanes outside the span.
 inline V keep(V v, Full) { return v; }
 inline V keep(V v, Part part) {
