@@ -195,7 +195,7 @@ def _adam() -> list[Case]:
 
     def multi(b, v):
         x = list(v.values())
-        return b.multi("MultiAdamW", x[0], x[1], None, *x[2:], outputs=3 * len(x[2:]) // 4, domain=kernels.DOMAIN)
+        return b.multi("MultiAdamW", x[0], x[1], None, None, *x[2:], outputs=3 * len(x[2:]) // 4, domain=kernels.DOMAIN)
 
     def one_by_one(form):
         def build(b, v):

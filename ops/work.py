@@ -58,7 +58,8 @@ _RANDOM = frozenset({
     "BitmaskDropout", "BiasDropout",
 })  # fmt: skip
 _OPTIMIZERS = frozenset({
-    "AdamW", "MultiAdamW", "EmbeddingAdamW", "AdamOptimizer", "AdamWOptimizer", "SGDOptimizer", "SGDOptimizerV2",
+    "AdamW", "LAMB", "SGD", "MultiAdamW", "MultiLAMB", "MultiSGD", "EmbeddingAdamW", "AdamOptimizer",
+    "AdamWOptimizer", "SGDOptimizer", "SGDOptimizerV2",
     "InplaceClipGradNorm",
 })  # fmt: skip
 _BY_NAME = (

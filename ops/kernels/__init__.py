@@ -67,14 +67,15 @@ def build(builder: Builder, node: ir.Node) -> Sequence[ir.Value]:
     attributes = {k: a.value for k, a in node.attributes.items() if k in entry.attributes}
     if entry.name == "BiasGrad":
         attributes.setdefault("keepdims", 1)  # ReduceSum's default
-    inputs = node.inputs[: len(entry.inputs)]  # axes of ReduceSum are not an input of the kernel
+    inputs = node.inputs[: len(entry.input_names(len(node.inputs)))]  # axes of ReduceSum are not an input of the kernel
     name = variant_name(entry.name, [o.dtype for o in node.outputs])
     return builder.multi(name, *inputs, outputs=len(node.outputs), domain=DOMAIN, **attributes)
 
 
 def _types_differ(entry: KernelEntry, node: ir.Node) -> str | None:
     types: dict[str, ir.DataType] = {}
-    values = [*zip(entry.inputs, node.inputs, strict=False), *zip(entry.outputs, node.outputs, strict=False)]
+    inputs = [*zip(entry.input_names(len(node.inputs)), node.inputs, strict=False)]
+    values = [*inputs, *zip(entry.outputs, node.outputs, strict=False)]
     for name, value in values:
         group = next((g for g in entry.low if name in g), None)
         if value is None or value.dtype is None or group is None:
@@ -85,7 +86,7 @@ def _types_differ(entry: KernelEntry, node: ir.Node) -> str | None:
             )
         if types.setdefault(group[0], value.dtype) != value.dtype:
             return f"the kernel wants one type for {', '.join(n.rstrip('?') for n in group)}"
-    for name, value in zip(entry.inputs, node.inputs, strict=False):
+    for name, value in inputs:
         if value is None or any(name in group for group in entry.low):
             continue
         wanted = ir.DataType.FLOAT

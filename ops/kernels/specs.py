@@ -61,9 +61,15 @@ def _cross_entropy_statistics(node: ir.Node) -> Types:
     return [loss, retyped(logits, None if shape is None else shape[:1]), total][: len(node.outputs)]
 
 
-def _multi_adamw(node: ir.Node) -> Types:
-    tensors = (len(node.inputs) - 3) // 4
-    return [typed(given(node, 3 + 4 * t + i)) for t in range(tensors) for i in (0, 2, 3)][: len(node.outputs)]
+def _multi(states: int) -> InferRule:
+    def rule(node: ir.Node) -> Types:
+        has = states if states != 1 or attribute(node, "momentum", 0) else 0
+        tensors = (len(node.inputs) - 4) // (2 + has)
+        return [typed(given(node, 4 + (2 + has) * t + i)) for t in range(tensors) for i in (0, *range(2, 2 + has))][
+            : len(node.outputs)
+        ]
+
+    return rule
 
 
 def _transpose(node: ir.Node) -> Types:
@@ -76,7 +82,9 @@ def _transpose(node: ir.Node) -> Types:
 
 
 _INFER: dict[str, InferRule] = {
-    "MultiAdamW": _multi_adamw,
+    "MultiAdamW": _multi(2),
+    "MultiLAMB": _multi(2),
+    "MultiSGD": _multi(1),
     "EmbeddingAdamW": like(2, 5, 6),
     "EmbeddingGradAdd": like(2),
     "BiasGelu": like(0),
@@ -85,7 +93,6 @@ _INFER: dict[str, InferRule] = {
     "AddLayerNorm": _add_layer_norm,
     "LayerNormGradAdd": _as_composite("LayerNormGrad"),
     "AddLayerNormGrad": _as_composite("LayerNormGrad"),
-    "SquaredNorm": lambda node: [retyped(given(node, 0), ())],
     "Transpose": _transpose,
     "Softmax": like(0),
     "ScaledMaskedSoftmax": like(0),
@@ -95,7 +102,7 @@ _INFER: dict[str, InferRule] = {
     "BiasGrad": _bias_grad,
 }
 _ELEMENTWISE = frozenset({"Gelu", "GeluGrad", "Silu", "SiluGrad", "ReluGrad", "TanhGrad", "SigmoidGrad", "DropoutGrad"})
-_OPTIMIZERS = frozenset({"AdamW", "MultiAdamW", "EmbeddingAdamW"})
+_OPTIMIZERS = frozenset({"AdamW", "LAMB", "SGD", "MultiAdamW", "MultiLAMB", "MultiSGD", "EmbeddingAdamW"})
 
 
 def _retyped(rule: InferRule, entry: KernelEntry, op_type: str) -> InferRule:

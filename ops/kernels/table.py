@@ -16,7 +16,7 @@ from ortgraph.ops.spec import COMPOSITE
 
 _MAX_PARTS = 32  # kernel.h: pieces that work is cut into, whatever the number of threads
 _GRAIN = 8192  # kernel.h: elements of a piece at least
-_MULTI = 256  # tensors of one MultiAdamW for which in-place pairs are listed
+MULTI = 256  # tensors of one MultiAdamW, MultiLAMB or MultiSGD: for so many, in-place pairs are listed
 
 _LETTERS = {ir.DataType.FLOAT: "f", ir.DataType.BFLOAT16: "b", ir.DataType.FLOAT16: "h"}
 
@@ -67,6 +67,11 @@ class KernelEntry:
     def named_groups(self) -> tuple[tuple[str, ...], ...]:
         """The groups of ``low`` that have an output: their types are in the operator's name."""
         return tuple(group for group in self.low if any(name in self.outputs for name in group))
+
+    def input_names(self, count: int) -> tuple[str, ...]:
+        """Names of ``count`` inputs: the last one again and again where it is a repeated group."""
+        repeated = self.inputs[-1:] if self.inputs[-1].endswith("*") else ()
+        return (*self.inputs, *repeated * (count - len(self.inputs)))[:count]
 
     def variants(self) -> tuple[str, ...]:
         """Every operator name of this kernel, the float32 one first."""
@@ -171,7 +176,19 @@ def _slices(node: ir.Node) -> int:
     return 8 * sum(-(-math.prod(_size(node, i)) // 32768) for i in range(len(node.inputs)))
 
 
+def _lamb_sums(node: ir.Node) -> int:
+    """Two doubles for each slice and a float for each tensor, in scratch that is rounded up to 64 bytes."""
+    single = len(node.outputs) == 3 and not node.op_type.startswith("Multi")
+    weights = [2] if single else range(4, len(node.inputs), 4)
+    slices = sum(-(-math.prod(_size(node, i)) // 32768) for i in weights)
+    return -(-16 * slices // 64) * 64 + -(-4 * len(weights) // 64) * 64
+
+
 _ADAM = ("beta1", "beta2", "epsilon", "weight_decay")
+_LAMB = (*_ADAM, "bias_correction", "min_trust", "max_trust", "adapt")
+_SGD = ("momentum", "dampening", "weight_decay", "nesterov")
+_UPDATE = ("LearningRate", "Step", "W", "G")
+_SKIP = frozenset({"Skip?"})
 _LOSS = ("reduction", "ignore_index")
 _STEP = frozenset({"Step"})
 _DRAW = frozenset({"Key", "Step"})
@@ -184,20 +201,37 @@ def _composite(name: str, *args: Any, **kwargs: Any) -> KernelEntry:
     return dataclasses.replace(KernelEntry(name, *args, **kwargs), implements=(COMPOSITE, name))
 
 
+def _multi(name: str, attributes: tuple[str, ...], states: int, scratch: Scratch = lambda node: 0) -> KernelEntry:
+    """The update of many tensors in one call. SGD without momentum has no state, and no pair of one."""
+    pairs = ((0, 0), *((2 + i, 1 + i) for i in range(states)))
+    return KernelEntry(
+        f"Multi{name}", ("LearningRate", "Step", "GradScale?", "Skip?", "W,G,states*"), ("W',states'*",), attributes,
+        tuple((4 + (2 + states) * t + i, (1 + states) * t + o) for t in range(MULTI) for i, o in pairs),
+        integers=_STEP, booleans=_SKIP, scratch=scratch,
+        doc=f"{name} for several tensors: inputs W, G and states, outputs W' and states' of each in turn",
+    )  # fmt: skip
+
+
 def _gradient(name: str, saved: str, doc: str) -> KernelEntry:
     return _composite(name, ("dY", saved), ("dX",), inplace=_BOTH, doc=doc)
 
 
 _ENTRIES = (
     _composite(
-        "AdamW", ("LearningRate", "Step", "W", "G", "M", "V", "GradScale?"), ("W'", "M'", "V'"), _ADAM,
-        ((2, 0), (4, 1), (5, 2)), integers=_STEP, doc="the composite in one pass",
+        "AdamW", (*_UPDATE, "M", "V", "GradScale?", "Skip?"), ("W'", "M'", "V'"), _ADAM, ((2, 0), (4, 1), (5, 2)),
+        integers=_STEP, booleans=_SKIP, doc="the composite in one pass",
     ),
-    KernelEntry(
-        "MultiAdamW", ("LearningRate", "Step", "GradScale?", "W,G,M,V*"), ("W',M',V'*",), _ADAM,
-        tuple((3 + 4 * t + i, 3 * t + o) for t in range(_MULTI) for i, o in ((0, 0), (2, 1), (3, 2))),
-        integers=_STEP, doc="AdamW for several tensors: inputs W, G, M, V and outputs W', M', V' of each in turn",
+    _composite(
+        "LAMB", (*_UPDATE, "M", "V", "GradScale?", "Skip?"), ("W'", "M'", "V'"), _LAMB, ((2, 0), (4, 1), (5, 2)),
+        integers=_STEP, booleans=_SKIP, scratch=_lamb_sums, doc="the composite in two passes",
     ),
+    _composite(
+        "SGD", (*_UPDATE, "Buffer?", "GradScale?", "Skip?"), ("W'", "Buffer'?"), _SGD, ((2, 0), (4, 1)),
+        integers=_STEP, booleans=_SKIP, doc="the composite in one pass",
+    ),
+    _multi("AdamW", _ADAM, 2),
+    _multi("LAMB", _LAMB, 2, _lamb_sums),
+    _multi("SGD", _SGD, 1),
     KernelEntry(
         "EmbeddingAdamW", ("LearningRate", "Step", "W", "dY", "Indices", "M", "V", "GradScale?"), ("W'", "M'", "V'"),
         (*_ADAM, "padding_idx"), ((2, 0), (5, 1), (6, 2)), integers=frozenset({"Step", "Indices"}),
@@ -285,9 +319,7 @@ _ENTRIES = (
         doc="dX = dY Mask / (1 - ratio)",
     ),
     _composite("RandomUniform", ("Key", "Step"), ("U",), ("node", "shape"), integers=_DRAW, doc="U in [0, 1)"),
-    KernelEntry(
-        "SquaredNorm", ("G*",), ("Sum",), scratch=_slices, doc="sum of the squares of all elements of all tensors"
-    ),
+    _composite("SquaredNorm", ("G*",), ("Sum",), scratch=_slices, doc="the composite with one visit of each element"),
     KernelEntry("Transpose", ("X",), ("Y",), ("perm",), doc="Y's dimension i is X's perm[i]"),
     KernelEntry(
         "BiasGrad", ("dY",), ("dBias",), ("keepdims",), implements=("", "ReduceSum"), scratch=_bias_sums,

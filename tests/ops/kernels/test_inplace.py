@@ -40,10 +40,10 @@ def _norm(extra=()):
     return [_f(_ROWS, _WIDTH), x, mean, inv.astype(np.float32), _f(_WIDTH), *extra]
 
 
-def _multi():
-    result = [_LR, _STEP, None]
+def _multi(states=2):
+    result = [_LR, _STEP, None, None]
     for shape in ((40000,), (3, 5), (70001,)):
-        result += [_f(*shape), _f(*shape), *_moments(*shape)]
+        result += [_f(*shape), _f(*shape), *_moments(*shape)[2 - states :]]
     return result
 
 
@@ -59,7 +59,11 @@ _TARGET[::7] = -100
 # name -> (inputs, number of outputs, attributes)
 CASES = {
     "AdamW": (_adam(), 3, {}),
+    "LAMB": (_adam(), 3, {}),
+    "SGD": ([*_adam()[:5], np.float32(0.5)], 2, {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1}),
     "MultiAdamW": (_multi(), 9, {}),
+    "MultiLAMB": (_multi(), 9, {"max_trust": 2.0}),
+    "MultiSGD": (_multi(1), 6, {"momentum": 0.9, "nesterov": 1}),
     "EmbeddingAdamW": (
         [_LR, _STEP, _f(_TABLE, _WIDTH), _f(_ROWS, _WIDTH), _indices(50, _ROWS), *_moments(_TABLE, _WIDTH)], 3,
         {"padding_idx": 4},

@@ -62,7 +62,7 @@ def test_attributes_stand_for_their_decimals(kernel):
 def test_multi_tensor_form_equals_single_tensors(kernel):
     head, scale = [np.float32(1e-2), np.int64(9)], np.float32(0.5)
     tensors = [[f32(*s), f32(*s), f32(*s), f32(*s) ** 2] for s in ((100003,), (), (3, 5), (0, 4), (256, 256))]
-    got = kernel("MultiAdamW", [*head, scale, *sum(tensors, [])], 15).run()
+    got = kernel("MultiAdamW", [*head, scale, None, *sum(tensors, [])], 15).run()
     for t, tensor in enumerate(tensors):
         for a, b in zip(kernel("AdamW", [*head, *tensor, scale], 3).run(), got[3 * t : 3 * t + 3], strict=True):
             assert np.array_equal(a, b) and a.shape == tensor[0].shape
