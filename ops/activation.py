@@ -100,7 +100,9 @@ def _over_axis(function):
 
 
 def _composite(op_type: str, expand, doc: str, flops: int, elementwise: bool = True) -> OpSpec:
-    precision = "any" if op_type == "ReluGrad" else "float32"
+    precision = "any" if op_type == "ReluGrad" else "accumulate"
+    if op_type == "LogSoftmaxGrad":  # log-probabilities are large where probabilities are small
+        precision = "float32"
     return OpSpec(
         COMPOSITE,
         op_type,
@@ -130,9 +132,9 @@ register(
     _composite("LogSoftmaxGrad", _over_axis(log_softmax_grad), "dX = dY - exp(Y) sum(dY, axis)", 4, elementwise=False),
 )
 register(
-    OpSpec("", "Softmax", precision="accumulate", inplace=((0, 0),), infer=like(0), flops=elements_flops(10),
+    OpSpec("", "Softmax", precision="float32", inplace=((0, 0),), infer=like(0), flops=elements_flops(10),
            doc="Y = exp(X) / sum(exp(X), axis)"),
-    OpSpec("", "LogSoftmax", precision="accumulate", inplace=((0, 0),), infer=like(0), flops=elements_flops(10),
+    OpSpec("", "LogSoftmax", precision="float32", inplace=((0, 0),), infer=like(0), flops=elements_flops(10),
            doc="Y = X - log(sum(exp(X), axis))"),
     OpSpec("", "Hardmax", precision="any", infer=like(0), doc="Y = 1 at the first greatest element, else 0"),
 )  # fmt: skip

@@ -7,7 +7,9 @@ import dataclasses
 import numpy as np
 import onnx_ir as ir
 
+from ortgraph.ops import attention_low
 from ortgraph.ops.builder import Builder
+from ortgraph.ops.precision import is_low
 from ortgraph.ops.shapes import (
     Types,
     attribute,
@@ -27,16 +29,22 @@ from ortgraph.ops.spec import COMPOSITE, OpSpec, register
 
 @dataclasses.dataclass(frozen=True)
 class _Probabilities:
-    """P = Softmax(scores); ``scaled`` is scale Q; ``seeing`` is 1 for rows with a key to see (None: all rows)."""
+    """P = Softmax(scores); ``scaled`` is scale Q (None in low precision, where products scale); ``seeing`` is 1 for
+    rows with a key to see (None: all rows)."""
 
     p: ir.Value
     scores: ir.Value
-    scaled: ir.Value
+    scaled: ir.Value | None
     seeing: ir.Value | None
 
 
 def _swap_last(b: Builder, value: ir.Value, rank: int) -> ir.Value:
     return b.op("Transpose", value, perm=[*range(rank - 2), rank - 1, rank - 2])
+
+
+def _inside(q: ir.Value) -> ir.DataType:
+    """The type of scores and probabilities."""
+    return ir.DataType.FLOAT if is_low(q) or q.dtype is None else q.dtype
 
 
 def _bias(b: Builder, node: ir.Node, q: ir.Value, k: ir.Value, mask: ir.Value | None) -> ir.Value | None:
@@ -45,14 +53,12 @@ def _bias(b: Builder, node: ir.Node, q: ir.Value, k: ir.Value, mask: ir.Value | 
         return mask
     rows, keys = static_dim(node, q, -2, "Q"), static_dim(node, k, -2, "K")
     triangle = np.where(np.arange(keys)[None, :] > np.arange(rows)[:, None], -np.inf, 0.0)
-    causal = b.const(triangle.astype(q.dtype.numpy()), name="causal")  # type: ignore[union-attr]
+    causal = b.const(triangle.astype(_inside(q).numpy()), name="causal")
     return causal if mask is None else b.op("Add", mask, causal)
 
 
 def _probabilities(b: Builder, node: ir.Node, q: ir.Value, k: ir.Value, mask: ir.Value | None) -> _Probabilities:
     """The same nodes in Attention and in AttentionGrad, so that CSE leaves one copy."""
-    scaled = b.op("Mul", q, b.scalar(_scale(node, q), q))
-    scores = b.op("MatMul", scaled, _swap_last(b, k, rank_of(node, k, "K")))
     bias, seeing = _bias(b, node, q, k, mask), None
     if bias is not None and mask is not None:
         # A row whose keys are all masked by -inf has probability 0 everywhere (PyTorch), not NaN: such rows are
@@ -61,7 +67,12 @@ def _probabilities(b: Builder, node: ir.Node, q: ir.Value, k: ir.Value, mask: ir
         blind = b.op("Equal", highest, b.scalar(-np.inf, bias))
         floor = b.op("Where", blind, b.scalar(0.0, bias), b.scalar(-np.inf, bias))
         bias = b.op("Max", bias, floor)
-        seeing = b.op("Cast", b.op("Not", blind), to=q.dtype)
+        seeing = b.op("Cast", b.op("Not", blind), to=_inside(q))
+    if is_low(q):
+        p, scores = attention_low.probabilities(b, q, k, bias, _scale(node, q))
+        return _Probabilities(p, scores, None, seeing)
+    scaled = b.op("Mul", q, b.scalar(_scale(node, q), q))
+    scores = b.op("MatMul", scaled, _swap_last(b, k, rank_of(node, k, "K")))
     if bias is not None:
         scores = b.op("Add", scores, bias)
     return _Probabilities(b.op("Softmax", scores, axis=-1), scores, scaled, seeing)
@@ -80,6 +91,8 @@ def _scale(node: ir.Node, q: ir.Value) -> float:
 def _expand_attention(b: Builder, node: ir.Node) -> list[ir.Value | None]:
     q, k, v = operands(node, 3)
     parts = _probabilities(b, node, q, k, given(node, 3))
+    if is_low(q):
+        return attention_low.attention(b, node, parts.p, parts.scores, v, parts.seeing)
     y, total = None, None
     if wanted(node, 0):
         y = b.op("MatMul", parts.p, v)
@@ -92,6 +105,8 @@ def _expand_attention(b: Builder, node: ir.Node) -> list[ir.Value | None]:
 def _expand_attention_grad(b: Builder, node: ir.Node) -> list[ir.Value | None]:
     dy, q, k, v, y = operands(node, 5)
     parts = _probabilities(b, node, q, k, given(node, 6))
+    if parts.scaled is None:
+        return attention_low.attention_grad(b, node, (dy, q, k, v, y), parts.p, parts.seeing, _scale(node, q))
     rank = rank_of(node, q, "Q")
     if parts.seeing is not None:
         dy = b.op("Mul", dy, parts.seeing)
@@ -114,7 +129,9 @@ def _expand_attention_grad(b: Builder, node: ir.Node) -> list[ir.Value | None]:
 def _attention_types(node: ir.Node) -> Types:
     q, v = shape_of(given(node, 0)), shape_of(given(node, 2))
     y = None if q is None or v is None else (*q[:-1], v[-1])
-    return [retyped(node.inputs[0], y), retyped(node.inputs[0], None if q is None else q[:-1])][: len(node.outputs)]
+    query = node.inputs[0]
+    total = None if query is None or query.dtype is None else (_inside(query), None if q is None else q[:-1])
+    return [retyped(query, y), total][: len(node.outputs)]
 
 
 def _attention_grad_types(node: ir.Node) -> Types:
@@ -135,7 +152,10 @@ register(
     OpSpec(
         COMPOSITE,
         "Attention",
-        precision="accumulate",
+        precision="low",
+        low_inputs=(0, 1, 2),
+        low_outputs=(0,),
+        expands_low=True,
         infer=_attention_types,
         expand=_expand_attention,
         flops=lambda node: _products(node, 0, 2),
@@ -144,7 +164,10 @@ register(
     OpSpec(
         COMPOSITE,
         "AttentionGrad",
-        precision="accumulate",
+        precision="low",
+        low_inputs=(0, 1, 2, 3, 4),
+        low_outputs=(0, 1, 2),
+        expands_low=True,
         infer=_attention_grad_types,
         expand=_expand_attention_grad,
         flops=lambda node: _products(node, 1, 5),

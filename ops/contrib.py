@@ -36,6 +36,8 @@ from ortgraph.ops.spec import CONTRIB, Expansion, InferRule, OpSpec, register
 _FIRST = ((0, 0),)
 _BOTH = ((0, 0), (1, 0))
 
+_PRODUCT: dict[str, Any] = {"precision": "low", "low_inputs": (0, 1), "low_outputs": (0,)}
+
 
 def _op(
     op_type: str,
@@ -204,10 +206,10 @@ def _fused_matmul(b: Builder, node: ir.Node) -> list[ir.Value]:
 
 register(
     # Inference operators.
-    _op("FusedMatMul", "Y = alpha A' B'", _fused_matmul_types, precision="accumulate", expand=_fused_matmul,
-        cost_rule=_fused_matmul_flops),
-    _op("TransposeMatMul", "Y = alpha A' B'", _fused_matmul_types, precision="accumulate", expand=_fused_matmul,
-        cost_rule=_fused_matmul_flops),
+    _op("FusedMatMul", "Y = alpha A' B'", _fused_matmul_types, expand=_fused_matmul,
+        cost_rule=_fused_matmul_flops, **_PRODUCT),
+    _op("TransposeMatMul", "Y = alpha A' B'", _fused_matmul_types, expand=_fused_matmul,
+        cost_rule=_fused_matmul_flops, **_PRODUCT),
     _op("FusedGemm", "Y = activation(alpha A' B' + beta C)", _gemm_types, precision="accumulate",
         cost_rule=gemm_flops),
     _op("FusedConv", "Y = activation(X * W + B)", precision="accumulate", cost_rule=conv_flops),
@@ -298,8 +300,8 @@ register(
     _op("Scale", "Y = X scale, or X / scale", like(0), 1, elementwise=True, inplace=_FIRST, precision="any",
         expand=grad.scale),
     # Convolution gradients.
-    _op("ConvGrad", "gradients of Conv", conv_grad_types, precision="accumulate", cost_rule=conv_grad_flops,
-        optional_outputs=(0, 1, 2), expand=conv_grad),
+    _op("ConvGrad", "gradients of Conv", conv_grad_types, cost_rule=conv_grad_flops,
+        optional_outputs=(0, 1, 2), expand=conv_grad, precision="low", low_inputs=(0, 1, 2), low_outputs=(0,)),
     _op("MaxPoolGrad", "dX[Indices[i]] += dY[i], flat", _unknown_shape, domain="", expand=grad.max_pool_grad),
     _op("AveragePoolGrad", "dX[window i] += dY[i] / elements of window i", _unknown_shape, domain="",
         expand=grad.average_pool_grad),

@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from ortgraph.errors import UnsupportedError
 from ortgraph.ops.builder import Builder
+from ortgraph.ops.precision import is_low
 from ortgraph.ops.shapes import (
     Types,
     attribute,
@@ -22,7 +23,6 @@ from ortgraph.ops.shapes import (
     operand,
     operands,
     rank_of,
-    retyped,
     shape_of,
     static_dim,
     typed,
@@ -177,11 +177,14 @@ def _expand_average_pool_grad(b: Builder, node: ir.Node) -> list[ir.Value]:
 
 
 def conv_grad_types(node: ir.Node) -> Types:
-    """dX like X, dW like W, dBias [filters]."""
+    """dX like X, dW like W, dBias [filters]; dW and dBias are float32 where W is in low precision."""
     weight = given(node, 2)
-    shape = shape_of(weight)
-    bias = retyped(weight, None if shape is None else shape[:1])
-    return [typed(given(node, 1)), typed(weight), bias][: len(node.outputs)]
+    shape, dtype = shape_of(weight), None if weight is None else weight.dtype
+    if dtype is None:
+        return [typed(given(node, 1)), None, None][: len(node.outputs)]
+    dtype = ir.DataType.FLOAT if is_low(weight) else dtype
+    bias = None if shape is None else shape[:1]
+    return [typed(given(node, 1)), (dtype, shape), (dtype, bias)][: len(node.outputs)]
 
 
 def conv_grad_flops(node: ir.Node) -> int:
@@ -195,7 +198,7 @@ def conv_grad_flops(node: ir.Node) -> int:
 
 register(
     OpSpec(
-        COMPOSITE, "ConvGrad", precision="accumulate", infer=conv_grad_types, expand=conv_grad,
+        COMPOSITE, "ConvGrad", precision="low", low_inputs=(0, 1, 2), low_outputs=(0,), infer=conv_grad_types, expand=conv_grad,
         flops=conv_grad_flops, optional_outputs=(0, 1, 2),
         doc="dX = ConvTranspose(dY, W); dW = sum over samples of X's windows times dY; dBias = sum(dY)",
     ),
@@ -229,7 +232,7 @@ def _pool_flops(node: ir.Node) -> int:
 
 
 register(
-    OpSpec("", "Conv", precision="accumulate", flops=conv_flops, doc="Y = X * W + B"),
+    OpSpec("", "Conv", precision="low", low_inputs=(0, 1), low_outputs=(0,), flops=conv_flops, doc="Y = X * W + B"),
     OpSpec("", "ConvTranspose", precision="accumulate", flops=_conv_transpose_flops, doc="Y = X *^T W + B"),
     OpSpec("", "MaxPool", precision="any", flops=_pool_flops, doc="Y = max over windows; Indices flat over the tensor"),
     OpSpec("", "AveragePool", precision="accumulate", flops=_pool_flops, doc="Y = mean over windows"),

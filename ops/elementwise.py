@@ -73,7 +73,7 @@ register(
     _unary("Cos", "Y = cos(X)", 10, "float32"),
     _unary("Cosh", "Y = cosh(X)", 10, "float32"),
     _unary("Elu", "Y = X where X > 0, else alpha (exp(X) - 1)", 6),
-    _unary("Erf", "Y = erf(X)", 10, "float32"),
+    _unary("Erf", "Y = erf(X)", 10),
     _unary("Exp", "Y = exp(X)", 6, "float32"),
     _unary("Floor", "Y = floor(X)"),
     _unary("Gelu", "Y = X Phi(X), opset 20", 10, "float32", inplace=False),

@@ -79,11 +79,11 @@ def _recurrent_flops(node: ir.Node) -> int:
 
 register(
     OpSpec(
-        "", "MatMul", precision="accumulate", infer=_matmul_types,
+        "", "MatMul", precision="low", low_inputs=(0, 1), low_outputs=(0,), infer=_matmul_types,
         flops=lambda node: product_flops(node, _inner(given(node, 0), -1)), doc="Y = A B",
     ),
     OpSpec(
-        "", "Gemm", precision="accumulate", inplace=((2, 0),), infer=_gemm_types, flops=gemm_flops,
+        "", "Gemm", precision="low", low_inputs=(0, 1), low_outputs=(0,), inplace=((2, 0),), infer=_gemm_types, flops=gemm_flops,
         doc="Y = alpha A' B' + beta C",
     ),
     OpSpec("", "Einsum", precision="accumulate", flops=_einsum_flops, doc="Y = sum of products by the equation"),

@@ -178,7 +178,7 @@ register(
     OpSpec(
         COMPOSITE,
         "BatchNorm",
-        precision="float32",
+        precision="accumulate",
         infer=_batch_norm_types,
         expand=_expand_batch_norm,
         flops=elements_flops(8),
@@ -187,7 +187,7 @@ register(
     OpSpec(
         COMPOSITE,
         "BatchNormGrad",
-        precision="float32",
+        precision="accumulate",
         infer=_batch_norm_grad_types,
         expand=_expand_batch_norm_grad,
         flops=elements_flops(12),

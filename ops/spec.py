@@ -60,7 +60,11 @@ class OpSpec:
             shapes and dtypes are equal. Tested by brute force; default none.
         alias: (input index, output index) pairs: the output is the same bytes as the input (Reshape and the like).
         commutative: The first two inputs may be swapped.
-        precision: ``any`` (runs in low precision), ``accumulate`` (low in and out, float32 inside), ``float32``.
+        precision: ``low`` (reads and writes low precision, accumulates in float32), ``any`` (follows its inputs),
+            ``accumulate`` (low in and out, float32 inside), ``float32`` (wants float32 inputs). See ops/precision.py.
+        low_inputs: Inputs of a ``low`` operator that are taken in low precision; the others stay float32.
+        low_outputs: Its outputs that are in low precision then.
+        expands_low: The reference expansion takes low inputs as they are; others are expanded between casts.
         infer: Output types and shapes, for operators outside the ONNX standard.
         expand: Reference expansion in standard operators.
         flops: Floating point operations of one run, from a node with static shapes.
@@ -78,6 +82,9 @@ class OpSpec:
     alias: tuple[tuple[int, int], ...] = ()
     commutative: bool = False
     precision: str = "float32"
+    low_inputs: tuple[int, ...] = ()
+    low_outputs: tuple[int, ...] = ()
+    expands_low: bool = False
     infer: InferRule | None = None
     expand: Expansion | None = None
     flops: Callable[[ir.Node], int] | None = None

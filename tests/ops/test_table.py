@@ -42,7 +42,8 @@ def test_composites_are_those_of_the_contract():
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{s.domain}.{s.op_type}")
 def test_facts_are_consistent(spec):
-    assert spec.precision in ("any", "accumulate", "float32")
+    assert spec.precision in ("low", "any", "accumulate", "float32")
+    assert bool(spec.low_inputs) == bool(spec.low_outputs) == (spec.precision == "low")
     assert not (spec.commutative and not spec.elementwise)
     assert set(spec.alias).isdisjoint(spec.inplace) or spec.domain not in ("", CONTRIB, COMPOSITE)
     assert spec.deterministic or not spec.recompute
