@@ -185,14 +185,18 @@ inline void expect(bool holds, const char* what) {
   if (!holds) refuse(what);
 }
 
-// One per source file; library.cpp registers what they return.
 using Definitions = std::vector<Definition*>;
+
+// Registers a library's operators under one domain; what its entry point returns.
+Status* register_operators(SessionOptions* options, const ApiBase* base, const char* domain,
+                           const Definitions& definitions);
 
 // One definition for each combination of types of the groups. The runtime tells variants of one name apart by their
 // inputs only, so a name ends in one letter (f, b, h) for each group with an output, unless all of these are float32.
 void add_variants(Definitions& to, const char* name, const std::vector<Port>& inputs, const std::vector<Port>& outputs,
                   Definition::Factory factory, bool half = false);
 
+// One per source file; library.cpp registers what they return.
 void add_activation(Definitions& to);
 void add_embedding(Definitions& to);
 void add_loss(Definitions& to);
