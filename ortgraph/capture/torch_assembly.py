@@ -16,6 +16,7 @@ import torch
 
 from ortgraph.capture.torch_batch import Batch
 from ortgraph.capture.torch_dims import named_dim
+from ortgraph.capture.torch_indices import index_notes
 from ortgraph.capture.torch_joint import JointTrace, Slot
 from ortgraph.capture.torch_module import Results
 from ortgraph.capture.torch_source import user_path
@@ -23,6 +24,7 @@ from ortgraph.capture.torch_translate import Translation, onnx_dtype
 from ortgraph.capture.torch_values import PASS
 from ortgraph.errors import CaptureError
 from ortgraph.graph.edit import PASS_KEY, PHASE_KEY
+from ortgraph.graph.index_note import to_metadata
 from ortgraph.graph.signature import Buffer, Parameter, Signature, State
 from ortgraph.graph.training_graph import TrainingGraph
 from ortgraph.ops.spec import COMPOSITE
@@ -246,8 +248,14 @@ class Assembly:
                 "limits": json.dumps(self._limits()),
                 "unreached": "\n".join(unused),
                 **self._renamed(),
+                **self._index_notes(),
             },
         )
+
+    def _index_notes(self) -> dict[str, str]:
+        """Which data inputs are read as indices, as a metadata entry."""
+        slots = {s.node: self.roles[self._role(s)] for s in self.trace.inputs if s.kind == "input" and s.node}
+        return to_metadata(index_notes(iter(self.trace.graph_module.graph.nodes), slots, self.t.dim))
 
     def _renamed(self) -> dict[str, str]:
         """The user's names of inputs that had to give way, as a metadata entry; none when all kept theirs."""

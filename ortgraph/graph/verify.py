@@ -258,6 +258,9 @@ def fingerprint(graph: TrainingGraph, is_random: Callable[[ir.Node], str | None]
     reaching = {v.name or "" for n in live for v in reads(n)} | {v.name or "" for v in graph.graph.outputs}
     names = [v.name or "" for v in graph.graph.inputs]
     draws = sorted(d for n in graph.graph if n in live and (d := is_random(n)) is not None)
+    if graph.stage in ("lowered", "planned"):
+        # a numbered draw may be made again: recomputed, or redrawn for the backward half
+        draws = sorted([*{d for d in draws if "#" in d}, *(d for d in draws if "#" not in d)])
     types = tuple((v.name or "", f"{v.dtype}{v.shape}") for v in graph.graph.inputs)
     return Fingerprint(graph.signature, frozenset(n for n in names if n in reaching), forming, tuple(draws), types)
 

@@ -18,7 +18,7 @@ from ortgraph.graph.text import text_hash
 from ortgraph.manager.base import GraphPass, Outcome, Refusal
 from ortgraph.manager.instruments import Instrument
 from ortgraph.manager.pipeline_text import pipeline_text
-from ortgraph.ops.spec import COMPOSITE, spec_of
+from ortgraph.ops.spec import COMPOSITE, KERNELS, spec_of
 
 logger = logging.getLogger(__name__)
 Look = tuple[str, rules.Fingerprint]
@@ -226,9 +226,9 @@ def _call(p: ir.passes.PassBase, graph: TrainingGraph, name: str) -> Outcome:
 
 
 def draw_identity(node: ir.Node) -> str | None:
-    """What makes a drawing node itself: a composite's number, else its operator. None for pure nodes."""
+    """What makes a drawing node itself: the number of a composite or kernel, else its operator. None for pure nodes."""
     spec = spec_of(node)
-    if node.domain == COMPOSITE and "node" in node.attributes:
+    if node.domain in (COMPOSITE, KERNELS) and "node" in node.attributes:
         return f"{node.op_type}#{node.attributes['node'].as_int()}"
     if spec.known and not spec.deterministic:
         return node.op_type

@@ -14,10 +14,12 @@ import numpy as np
 
 from ortgraph.errors import BatchError, InputError, NonFiniteLossError, SignatureError
 from ortgraph.graph import TrainingGraph
+from ortgraph.graph.index_note import from_metadata
 from ortgraph.graph.verify import verify
 from ortgraph.runtime import inference_export, selection
 from ortgraph.runtime.batch import Batch, bind_dims, check_bound, check_dtype, named
 from ortgraph.runtime.detect import detect_runtime
+from ortgraph.runtime.index_range import check_indices
 from ortgraph.runtime.prepare import prepare
 from ortgraph.runtime.profile import NodeTime, read_profile
 from ortgraph.runtime.program import Program
@@ -66,6 +68,7 @@ class TrainingSession(SessionState):
             self._given_names: dict[str, str] = dict(json.loads(self.signature.metadata.get(RENAMED, "{}")))
         except (ValueError, TypeError) as error:
             raise SignatureError(f"the stored {RENAMED} does not parse: {error}", "capture the graph again") from error
+        self._index_notes = from_metadata(self.signature.metadata)
         self.target = target or detect_runtime().target
         self.threads = threads
         self._check_finite, self._poison = check_finite, poison
@@ -246,6 +249,9 @@ class TrainingSession(SessionState):
         for name, array in arrays.items():
             check_bound(name, array, self._inputs[name], dims)
         program = self._program(kind, tuple(sorted(dims.items())))
+        for note in self._index_notes:
+            if note.input in program.inputs:
+                check_indices(note, arrays[note.input], dims, self._given_names.get(note.input, note.input))
         for name, array in arrays.items():
             buffer = program.inputs.get(name)
             if buffer is not None:

@@ -185,8 +185,12 @@ def test_foreign_pass_that_merges_parameters_is_caught(linear_graph):
         PassManager([MergeInputs()]).run(linear_graph)
 
 
-@pytest.mark.parametrize("domain", ["", "ortgraph"])
-def test_foreign_pass_that_merges_dropouts_is_caught(linear_graph, domain):
+@pytest.mark.parametrize(
+    ("domain", "stage"),
+    [("", "captured"), ("ortgraph", "captured"), ("ortgraph.kernels", "lowered"), ("ortgraph.kernels", "planned")],
+)
+def test_foreign_pass_that_merges_dropouts_is_caught(linear_graph, domain, stage):
+    linear_graph.signature = linear_graph.signature.replace(stage=stage)
     g = linear_graph.graph
     add = node_of(linear_graph, "Add")
     build = Builder(g, "capture", before=add)
