@@ -15,7 +15,9 @@ from ortgraph.errors import InputError
 _IN = typer.Argument(metavar="IN", help="A training graph (.onnx), or a folder of on-device artifacts.")
 _OUT = typer.Option("-o", "--output", metavar="OUT", help="Where to write; a folder when IN is one.")
 _PIPELINE = typer.Option("-p", "--pipeline", metavar="PIPELINE", help="Passes, not a preset: 'a,b{option=value}'.")
-_OPTIMIZER = typer.Option("--optimizer", metavar="NAME", help="Attach an optimizer: adamw or 'adamw{lr=1e-3}'.")
+_OPTIMIZER = typer.Option(
+    "--optimizer", metavar="NAME", help="Attach an optimizer: adamw, lamb, sgd or 'adamw{lr=1e-3}'."
+)
 _TARGET = typer.Option("--target", help="onnxruntime-training or onnxruntime.")
 _BUDGET = typer.Option("--memory-budget", metavar="BUDGET", help="60% of what the given order needs, or bytes: 30MB.")
 _VERIFY = typer.Option("--verify", metavar="LEVEL", help=f"One of {', '.join(LEVELS)}.")

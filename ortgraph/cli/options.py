@@ -23,7 +23,6 @@ BATCH = typer.Option("--batch", metavar="FILE", help="Compare on this batch: an 
 THREADS = typer.Option("--threads", min=1, help="Threads of one operator; all processors if absent.")
 LEVEL = typer.Option(2, "-O", metavar="LEVEL", help="Preset: -O0, -O1, -O2 or -O3.")
 
-_OPTIMIZERS = ("adamw",)
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
 _CALL = re.compile(r"(?P<name>[A-Za-z]\w*)\s*(?:\{(?P<options>[^{}]*)\})?")
 
@@ -75,26 +74,26 @@ def _parts(text: str | None) -> list[str]:
 
 
 def parse_optimizer(text: str | None) -> Any:
-    """``adamw`` or ``adamw{lr=1e-3 betas=0.9|0.999}`` to an optimizer of ``ortgraph.optim``; None for None.
+    """``adamw``, ``lamb``, ``sgd`` or ``adamw{lr=1e-3 betas=0.9|0.999}`` to an optimizer of ``ortgraph.optim``; None for None.
 
     Raises:
         InputError: The text does not parse, the optimizer is unknown, or it does not take an option.
     """
     if text is None:
         return None
-    from ortgraph.optim import AdamW
+    from ortgraph.optim import BY_TEXT, parse
 
     found = _CALL.fullmatch(text.strip())
     if found is None and "(" in text:
-        return AdamW.parse(text)  # the form that graphs and reports show
+        return parse(text)  # the form that graphs and reports show
     if found is None:
         raise InputError(f"--optimizer: {text!r} does not parse", "--optimizer 'adamw{lr=1e-3 weight_decay=0.01}'")
-    if found["name"].lower() not in _OPTIMIZERS:
-        near = difflib.get_close_matches(found["name"].lower(), _OPTIMIZERS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(_OPTIMIZERS)}"
+    if found["name"].lower() not in BY_TEXT:
+        near = difflib.get_close_matches(found["name"].lower(), BY_TEXT, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(BY_TEXT)}"
         raise InputError(f"--optimizer: unknown optimizer {found['name']!r}", hint)
     entries = (found["options"] or "").replace(",", " ").split()
-    return AdamW.parse(f"adamw({';'.join(e.replace('|', ':') for e in entries)})")
+    return parse(f"{found['name']}({';'.join(e.replace('|', ':') for e in entries)})")
 
 
 def pipeline_of(level: int, pipeline: str | None) -> str:

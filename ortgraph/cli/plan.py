@@ -15,7 +15,9 @@ _IN = typer.Argument(metavar="IN", help="A training graph (.onnx) of any stage."
 _OUT = typer.Option("-o", "--output", metavar="OUT", help="Write the planned graph.")
 _BUDGET = typer.Option("--memory-budget", metavar="BUDGET", help="60% of what the given order needs, or bytes: 30MB.")
 _LEVEL = typer.Option("-O", metavar="LEVEL", help="Preset for a graph that is not lowered yet; -O2 if absent.")
-_OPTIMIZER = typer.Option("--optimizer", metavar="NAME", help="Attach an optimizer: adamw or 'adamw{lr=1e-3}'.")
+_OPTIMIZER = typer.Option(
+    "--optimizer", metavar="NAME", help="Attach an optimizer: adamw, lamb, sgd or 'adamw{lr=1e-3}'."
+)
 _TARGET = typer.Option("--target", help="onnxruntime-training or onnxruntime.")
 _PROGRAM = typer.Option("--program", metavar="NAME", help="step, gradients, ...; the one that trains if absent.")
 _SECONDS = typer.Option("--seconds", metavar="S", help="Time for each search and for the bound; 5 if absent.")

@@ -28,7 +28,7 @@ _CHECKPOINT = typer.Option("--checkpoint", metavar="DIR", help="Where to save th
 _EVERY = typer.Option("--save-every", min=1, metavar="N", help="Also save a checkpoint every N steps.")
 _RESUME = typer.Option("--resume", help="Go on from --checkpoint; the data is read on from the same place.")
 _OPTIMIZER = typer.Option(
-    "--optimizer", metavar="NAME", help="adamw or 'adamw{lr=1e-3}'; replaces the build function's."
+    "--optimizer", metavar="NAME", help="adamw, lamb, sgd or 'adamw{lr=1e-3}'; replaces the build function's."
 )
 _OPTIMIZE = typer.Option(
     "--optimize/--no-optimize", help="Optimize the graph first (-O2), or run it as captured (-O0)."
@@ -107,7 +107,7 @@ def _session(
     detect_runtime()  # without a runtime nothing below is worth the wait
     spec, graph = capture_build(out, target)
     chosen = chosen or spec.optimizer or ortgraph.optim.AdamW()
-    if not isinstance(chosen, ortgraph.optim.AdamW):
+    if not isinstance(chosen, ortgraph.optim.Optimizer):
         raise InputError(f"{target}: 'optimizer' is {type(chosen).__name__}", "ortgraph.optim.AdamW(lr=1e-3)")
     with out.progress("optimizing") as tell:
         target, instruments = detect_runtime().target, [Progress(tell)]

@@ -54,9 +54,11 @@ class State:
         name: Name in checkpoints (``exp_avg/encoder.layer.0.weight``).
         input: Graph input.
         output: Graph output with the next value; None when the step leaves it unchanged (the random key).
-        kind: ``moment1``, ``moment2``, ``step``, ``accumulator``, ``loss_scale``, ``random_key`` (int64 scalar),
-            ``random_step`` (int64 scalar, advances at every run that draws).
+        kind: ``moment1``, ``moment2``, ``step``, ``accumulator``, ``loss_scale`` (float32 scalar), ``good_steps`` and
+            ``skipped_steps`` (int64 scalars), ``random_key`` (int64 scalar), ``random_step`` (int64 scalar, advances at
+            every run that draws).
         parameter: The parameter that it belongs to, if any.
+        initial: Every element before the first step, unless the graph holds a value.
     """
 
     name: str
@@ -64,6 +66,7 @@ class State:
     output: str | None
     kind: str
     parameter: str | None = None
+    initial: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

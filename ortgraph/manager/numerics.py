@@ -207,13 +207,13 @@ def _with_optimizer(reference: TrainingGraph, graph: TrainingGraph) -> TrainingG
     mine, theirs = graph.signature.metadata, reference.signature.metadata
     if "optimizer" not in mine or "optimizer" in theirs:
         return reference
-    from ortgraph.optim import AdamW
+    from ortgraph.optim import parse
     from ortgraph.optim.attach import BEFORE, attach
 
     if reference.stage not in BEFORE:
         return reference
     stepped = reference.clone()
-    attach(stepped, AdamW.parse(mine["optimizer"]), int(mine.get("accumulation_steps", "1")))
+    attach(stepped, parse(mine["optimizer"]), int(mine.get("accumulation_steps", "1")))
     stepped.signature = stepped.signature.replace(stage="stepped")
     return stepped
 

@@ -60,6 +60,7 @@ def optimize(
     memory_budget: str | int | None = None,
     shapes: Mapping[str, int] | None = None,
     accumulation_steps: int = 1,
+    loss_scale: Any = None,
     passes_after: Mapping[str, Sequence[ir.passes.PassBase] | str] | None = None,
     verify: str = "signature",
     instruments: Sequence[Instrument] = (),
@@ -69,7 +70,8 @@ def optimize(
     Args:
         graph: Any stage from ``captured`` on.
         pipeline: A preset (``O0`` to ``O3``), a text pipeline, or passes.
-        optimizer: ``ortgraph.optim.AdamW(...)`` to attach; None leaves the graph without an update. Presets only.
+        optimizer: ``ortgraph.optim.AdamW(...)``, ``LAMB`` or ``SGD`` to attach; None leaves the graph without an
+            update. Presets only.
         target: ``onnxruntime-training`` (1.19.2) or ``onnxruntime`` (stock, 1.22 and later).
         precision: ``fp32``.
         memory_budget: ``"60%"`` of the activation peak (live intermediates of the given order, nothing recomputed), or
@@ -77,6 +79,7 @@ def optimize(
             it anew for each batch shape.
         shapes: Sizes of symbolic dimensions to bind, such as ``{"batch": 8, "sequence": 128}``.
         accumulation_steps: Micro-batches per update.
+        loss_scale: ``"dynamic"``, a number, or a ``LossScale``, in place of the optimizer's; None: the optimizer's.
         passes_after: Extra passes per stage, as passes or as a text pipeline.
         verify: Level checked after every pass; ``off`` switches it off.
         instruments: Observers.
@@ -93,6 +96,8 @@ def optimize(
         raise InputError(f"unknown target {target!r}", f"one of {', '.join(TARGETS)}")
     if precision != "fp32":
         raise InputError(f"precision {precision!r} is not available in this release", "precision='fp32'")
+    if loss_scale is not None:
+        optimizer = _scaled(optimizer, loss_scale)
     if memory_budget is not None:
         memory_budget = check_budget(memory_budget)
     if isinstance(pipeline, str) and _is_preset(pipeline):
@@ -128,15 +133,24 @@ def optimize(
 
 def _check_kinds(graph: Any, pipeline: Any, optimizer: Any) -> None:
     """Refuse what is easily mistaken for the arguments: a path, a level as a number, PyTorch's optimizer."""
-    from ortgraph.optim import AdamW
+    from ortgraph.optim import Optimizer
 
     if not isinstance(graph, TrainingGraph):
         raise InputError(f"optimize takes a TrainingGraph, not {type(graph).__name__}", "ortgraph.load(path) reads one")
     if isinstance(pipeline, int) or (isinstance(pipeline, str) and pipeline.startswith("-")):
         raise InputError(f"pipeline is {pipeline!r}", "give a preset, O0 to O3, or a list of passes")
-    if not isinstance(optimizer, (AdamW, str, type(None))):
+    if not isinstance(optimizer, (Optimizer, str, type(None))):
         kind = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
         raise InputError(f"optimizer is a {kind}", "ortgraph.optim.AdamW(lr=1e-3) becomes part of the graph")
+
+
+def _scaled(optimizer: Any, loss_scale: Any) -> Any:
+    from ortgraph.optim import parse
+
+    if optimizer is None:
+        raise InputError("a loss scale belongs to an optimizer, and none is given", "optimizer=ortgraph.optim.AdamW()")
+    found = parse(optimizer) if isinstance(optimizer, str) else optimizer
+    return dataclasses.replace(found, loss_scale=loss_scale)
 
 
 def _is_preset(text: str) -> bool:

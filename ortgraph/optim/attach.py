@@ -8,25 +8,27 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from ortgraph.errors import PassError, SignatureError
-from ortgraph.graph import Names, Parameter, Signature, State, TrainingGraph
-from ortgraph.graph.edit import PHASE_KEY, take_type
-from ortgraph.ops.builder import Builder
+from ortgraph.graph import Parameter, Signature, TrainingGraph
+from ortgraph.graph.edit import take_type
 from ortgraph.ops.spec import COMPOSITE
-from ortgraph.optim.adamw import AdamW
+from ortgraph.optim.base import Optimizer
+from ortgraph.optim.frame import Frame
+from ortgraph.optim.guard import Guard, make_guard, scale_backward, scaled_gradient
 
 BY = "attach-optimizer"
 LEARNING_RATE = "learning_rate"
 BEFORE = ("captured", "optimized", "cast")
-CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6
 
 
-def attach(graph: TrainingGraph, optimizer: AdamW, accumulation_steps: int = 1) -> int:
+def attach(graph: TrainingGraph, optimizer: Optimizer, accumulation_steps: int = 1) -> int:
     """Add the update of every trainable parameter, its states and the learning-rate input, in place.
 
-    The graph gets a scalar float32 input ``learning_rate``, an int64 state ``step`` (counts finished updates), states
-    ``exp_avg/<name>`` and ``exp_avg_sq/<name>``, and per parameter an output ``update/<name>``. With more than one
-    accumulation step also ``accumulator/<name>``, whose output is accumulator + gradient; updates then use that sum.
-    States have no values: they start at zero. The stage is left to the caller.
+    The graph gets a scalar float32 input ``learning_rate``, an int64 state ``step`` (counts finished updates), the
+    optimizer's states (``exp_avg/<name>`` and ``exp_avg_sq/<name>`` of AdamW), and per parameter an output
+    ``update/<name>``. With more than one accumulation step also ``accumulator/<name>``, whose output is accumulator +
+    gradient; updates then use that sum. With a loss scale also the states of ``ortgraph.optim.guard``; the seed of the
+    backward half is then multiplied by the scale inside the graph, and gradient outputs are divided by it. States have
+    no values: they start at their ``initial``. The stage is left to the caller.
 
     Args:
         graph: At stage captured, optimized or cast.
@@ -64,117 +66,88 @@ def reached_parameters(signature: Signature) -> tuple[Parameter, ...]:
 
 
 class _Attach:
-    """One attachment: the graph, where nodes go, and what the signature gains."""
+    """One attachment: a frame for what it adds, and the optimizer."""
 
-    def __init__(self, graph: TrainingGraph, optimizer: AdamW, accumulation_steps: int) -> None:
+    def __init__(self, graph: TrainingGraph, optimizer: Optimizer, accumulation_steps: int) -> None:
         self.graph, self.optimizer, self.accumulation_steps = graph, optimizer, accumulation_steps
-        self.build = Builder(graph.graph, BY, names=Names(graph.graph))
-        self.inputs = {v.name: v for v in graph.graph.inputs}
-        self.outputs = {v.name: v for v in graph.graph.outputs}
-        self.states: list[State] = []
+        self.frame = Frame(graph, BY)
 
     def run(self, parameters: Sequence[Parameter]) -> None:
-        signature = self.graph.signature
-        self.rate = self._input(LEARNING_RATE, ir.DataType.FLOAT, ())
-        step = self._input("optimizer.step", ir.DataType.INT64, ())
-        step_next = self._output(
-            self.build.op("Add", step, self.build.const(1, ir.DataType.INT64), name="step"), "optimizer.step.next"
-        )
-        self.states.append(State("step", step.name or "", step_next.name, "step"))
-        gradients = {p.name: self._gradient(p) for p in parameters}
+        frame, optimizer, signature = self.frame, self.optimizer, self.graph.signature
+        self.rate = frame.add_input(LEARNING_RATE, ir.DataType.FLOAT, exact=True)
+        step = frame.add_input("optimizer.step", ir.DataType.INT64)
+        attempt = frame.op("Add", step, frame.build.const(1, ir.DataType.INT64), name="step")
+        for parameter in parameters:
+            self._check_gradient(parameter)
+        policy, scale = optimizer.loss_scale, None
+        scaled: dict[ir.Value, ir.Value] = {}
+        if policy is not None:
+            scale, scaled = scale_backward(frame)
+        gradients = {p.name: scaled_gradient(frame.outputs[p.gradient or ""], scaled) for p in parameters}
         if self.accumulation_steps > 1:
             gradients = {p.name: self._accumulate(p, gradients[p.name]) for p in parameters}
-        scale = self._clip(list(gradients.values()))
-        updated = {p.name: self._update(p, gradients[p.name], step_next, scale) for p in parameters}
-        for node in self.build.made:
-            node.metadata_props[PHASE_KEY] = "optimizer"
+        guard = make_guard(frame, list(gradients.values()), optimizer.max_grad_norm, policy, scale)
+        counted = attempt if guard.skip is None else frame.op("Where", guard.skip, step, attempt, name="step")
+        frame.keep("step", step, counted, "step", output="optimizer.step.next")
+        updated = {p.name: self._update(p, gradients[p.name], attempt, guard) for p in parameters}
+        frame.mark()
         self.graph.signature = signature.replace(
             parameters=tuple(updated.get(p.name, p) for p in signature.parameters),
-            states=(*signature.states, *self.states),
-            scalars={**signature.scalars, LEARNING_RATE: self.optimizer.lr},
+            states=(*signature.states, *frame.states),
+            scalars={**signature.scalars, LEARNING_RATE: optimizer.lr},
             metadata={
                 **signature.metadata,
-                "optimizer": str(self.optimizer),
+                "optimizer": str(optimizer),
                 "accumulation_steps": str(self.accumulation_steps),
             },
         )
 
-    def _input(self, name: str, dtype: ir.DataType, shape: tuple[int, ...]) -> ir.Value:
-        value = ir.Value(name=self.build.names.fresh(name), type=ir.TensorType(dtype), shape=ir.Shape(shape))
-        if name == LEARNING_RATE and value.name != name:
-            raise PassError(f"the graph has a value called {name!r} already", "rename that input of the model")
-        self.graph.graph.inputs.append(value)
-        return value
-
-    def _output(self, value: ir.Value, name: str) -> ir.Value:
-        value.name = self.build.names.fresh(name)
-        self.graph.graph.outputs.append(value)
-        return value
-
-    def _gradient(self, parameter: Parameter) -> ir.Value:
-        value = self.outputs.get(parameter.gradient)
+    def _check_gradient(self, parameter: Parameter) -> None:
+        """The gradient is there, with dtype and shape recorded."""
+        value = self.frame.outputs.get(parameter.gradient or "")
         if value is None:
             raise SignatureError(
                 f"trainable parameter {parameter.name!r} has no gradient", "freeze it, or capture the graph again"
             )
-        weight = self.inputs[parameter.name]
+        weight = self.frame.inputs[parameter.name]
         if value.dtype is None and weight.dtype is not None:
             value.dtype = weight.dtype
         if value.shape is None or not value.shape.is_static():
             value.shape = weight.shape.copy()  # type: ignore[union-attr]
-        return value
 
     def _state(self, prefix: str, parameter: Parameter) -> tuple[str, ir.Value]:
-        weight = self.inputs[parameter.name]
+        weight = self.frame.inputs[parameter.name]
         assert weight.dtype is not None and weight.shape is not None
         name = f"{prefix}/{parameter.name}"
-        return name, self._input(name, weight.dtype, tuple(weight.shape))  # type: ignore[arg-type]
-
-    def _keep(self, name: str, old: ir.Value, new: ir.Value, kind: str, parameter: Parameter) -> ir.Value:
-        new = self._output(new, f"{name}/next")
-        self.states.append(State(name, old.name or "", new.name, kind, parameter.name))
-        return new
+        return name, self.frame.add_input(name, weight.dtype, tuple(weight.shape))
 
     def _accumulate(self, parameter: Parameter, gradient: ir.Value) -> ir.Value:
         name, old = self._state("accumulator", parameter)
-        return self._keep(name, old, self.build.op("Add", old, gradient, name="accumulate"), "accumulator", parameter)
+        total = self.frame.op("Add", old, gradient, name="accumulate")
+        self.frame.keep(name, old, total, "accumulator", parameter=parameter.name)
+        return total
 
-    def _clip(self, gradients: list[ir.Value]) -> ir.Value | None:
-        """min(1, max_norm / (global norm + 1e-6)), a float32 scalar."""
-        limit = self.optimizer.max_grad_norm
-        if limit is None:
-            return None
-        b = self.build
-        squares = [b.op("ReduceSumSquare", self._float(g), keepdims=0, name="clip") for g in gradients]
-        total = squares[0] if len(squares) == 1 else b.op("Sum", *squares, name="clip")
-        norm = b.op("Add", b.op("Sqrt", total, name="clip"), b.const(CLIP_EPSILON, ir.DataType.FLOAT), name="clip")
-        scale = b.op("Div", b.const(limit, ir.DataType.FLOAT), norm, name="clip")
-        return b.op("Min", scale, b.const(1.0, ir.DataType.FLOAT), name="clip")
-
-    def _float(self, value: ir.Value) -> ir.Value:
-        if value.dtype == ir.DataType.FLOAT:
-            return value
-        return self.build.op("Cast", value, to=ir.DataType.FLOAT, name="clip")
-
-    def _update(self, parameter: Parameter, gradient: ir.Value, step: ir.Value, scale: ir.Value | None) -> Parameter:
-        settings = self.optimizer.settings(parameter.name)
+    def _update(self, parameter: Parameter, gradient: ir.Value, step: ir.Value, guard: Guard) -> Parameter:
+        frame, settings = self.frame, self.optimizer.settings(parameter.name)
         rate = self.rate
         if settings.lr_scale != 1.0:
-            rate = self.build.op(
-                "Mul", rate, self.build.const(settings.lr_scale, ir.DataType.FLOAT), name="learning_rate"
-            )
-        weight = self.inputs[parameter.name]
-        kinds = {"exp_avg": "moment1", "exp_avg_sq": "moment2"}
-        named = [self._state(prefix, parameter) for prefix in kinds]
-        moments = [value for _, value in named]
-        inputs = [rate, step, weight, gradient, *moments, *([scale] if scale is not None else [])]
-        made = self.build.multi(
-            "AdamW", *inputs, outputs=3, domain=COMPOSITE, name="adamw",
-            beta1=settings.betas[0], beta2=settings.betas[1], epsilon=settings.eps, weight_decay=settings.weight_decay,
+            rate = frame.op("Mul", rate, frame.number(settings.lr_scale), name="learning_rate")
+        weight = frame.inputs[parameter.name]
+        kinds = self.optimizer.states(settings)
+        named = [self._state(prefix, parameter) for prefix, _ in kinds]
+        states: list[ir.Value | None] = [value for _, value in named]
+        states += [None] * (self.optimizer.STATES - len(states))
+        inputs = [rate, step, weight, gradient, *states, guard.scale, guard.skip]
+        while inputs[-1] is None:
+            inputs.pop()
+        composite = self.optimizer.COMPOSITE
+        made = frame.build.multi(
+            composite, *inputs, outputs=1 + len(named), domain=COMPOSITE, name=composite.lower(),
+            **self.optimizer.attributes(settings),
         )  # fmt: skip
         for value in made:
             take_type(value, weight)
-        new = self._output(made[0], f"update/{parameter.name}")
-        for (name, old), value, kind in zip(named, made[1:], kinds.values(), strict=True):
-            self._keep(name, old, value, kind, parameter)
+        new = frame.add_output(made[0], f"update/{parameter.name}")
+        for (name, old), value, (_, kind) in zip(named, made[1:], kinds, strict=True):
+            frame.keep(name, old, value, kind, parameter=parameter.name)
         return dataclasses.replace(parameter, update=new.name, group=self.optimizer.group_of(parameter.name))

@@ -83,6 +83,8 @@ class TrainingSession(SessionState):
         """Forward, backward and update in one run. Returns the loss before the update.
 
         Parameters are updated while the graph runs, so a non-finite loss is found after the fact: load a checkpoint.
+        With a loss scale a step whose gradients overflow changes nothing but the scale and ``skipped_steps``, and is no
+        error.
 
         Args:
             batch: Dict by input name, or tuple in the order of the graph's inputs; numpy arrays or torch tensors. It
@@ -99,13 +101,16 @@ class TrainingSession(SessionState):
             self.learning_rate = learning_rate
         self._set_seed(1.0 / self.accumulation_steps)
         program = self._ready("step", batch)
+        skipped = self.skipped_steps
         program.run()
         for state in self.signature.states:
             if state.kind == "accumulator":
                 self._memory.persistent[state.input].fill(0)
         self.steps += 1
         loss = float(program.value(self.signature.loss))
-        if self._check_finite and not math.isfinite(loss):
+        if self.skipped_steps != skipped:
+            logger.info("step %d: gradients overflow, nothing is updated; loss scale %g", self.steps, self.loss_scale)
+        elif self._check_finite and not math.isfinite(loss):
             raise NonFiniteLossError(
                 f"the loss is {loss} at step {self.steps}; parameters were updated with it",
                 "load the last checkpoint; lower the learning rate or set max_grad_norm (check_finite=False to go on)",

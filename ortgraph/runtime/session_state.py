@@ -21,7 +21,7 @@ class SessionState:
     """Persistent values of a training graph, by module name and by state name.
 
     Args:
-        graph: Its values are copied; states start at zero unless the graph holds a value.
+        graph: Its values are copied; states start at their initial value unless the graph holds one.
 
     Raises:
         InputError: A parameter or buffer has no value, or its shape does not fit.
@@ -60,6 +60,20 @@ class SessionState:
         if not text.isdecimal() or int(text) < 1:
             raise SignatureError(f"the stored accumulation_steps is {text!r}", "attach the optimizer again")
         return int(text)
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor on the loss in the backward half of the next step; 1 without loss scaling."""
+        return float(self._scalar_state("loss_scale", 1.0))
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps whose gradients overflowed, so that nothing was updated; 0 without loss scaling."""
+        return int(self._scalar_state("skipped_steps", 0))
+
+    def _scalar_state(self, kind: str, default: float) -> float:
+        found = next((s for s in self.signature.states if s.kind == kind), None)
+        return default if found is None else self._memory.persistent[found.input].item()
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Copies of all parameters and buffers by module name, tied names included, as in PyTorch's ``state_dict``."""
@@ -129,7 +143,7 @@ class SessionState:
         return sum(self._memory.persistent[s.input].nbytes for s in self.signature.states)
 
     def _load_values(self, graph: TrainingGraph) -> None:
-        """Persistent buffers for everything but the batch. States start at zero unless the graph holds a value."""
+        """Persistent buffers for everything but the batch; states at their initial value unless the graph holds one."""
         signature = self.signature
         for role, name in signature.graph_inputs():
             if role in ("input", "tangent"):
@@ -149,6 +163,9 @@ class SessionState:
                 checkpoint.assign("the graph's values", [(name, buffer)], graph.values)
         for name, default in signature.scalars.items():
             self._memory.persistent[name][...] = default
+        for state in signature.states:
+            if state.input not in graph.values:
+                self._memory.persistent[state.input][...] = state.initial
 
     def _module_sources(self) -> list[str]:
         return [*(p.name for p in self.signature.parameters), *(b.name for b in self.signature.buffers)]

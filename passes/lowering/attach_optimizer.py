@@ -7,14 +7,14 @@ from typing import ClassVar
 
 from ortgraph.graph import TrainingGraph
 from ortgraph.manager.base import Changes, GraphPass
-from ortgraph.optim.adamw import AdamW
+from ortgraph.optim import Optimizer, parse
 from ortgraph.optim.attach import BEFORE, attach
 from ortgraph.runtime.inference_export import keep_evaluation_form
 
 
 @dataclasses.dataclass(frozen=True)
 class AttachOptimizer(GraphPass):
-    """W', M', V' = AdamW(learning_rate, step, W, dW, M, V) for every trainable parameter.
+    """W', states' = AdamW, LAMB or SGD(learning_rate, step, W, dW, states) for every trainable parameter.
 
     Adds signature entries: updates, optimizer states, the ``learning_rate`` scalar, accumulators. See
     ``ortgraph.optim.attach``.
@@ -23,7 +23,8 @@ class AttachOptimizer(GraphPass):
         the graph has an optimizer already, or no trainable parameter with a gradient (both are errors).
 
     Attributes:
-        optimizer: Text form of the optimizer, ``adamw(lr=0.001;weight_decay=0.01)``; ``of`` takes the object.
+        optimizer: Text form of the optimizer, ``adamw(lr=0.001;weight_decay=0.01)``, ``lamb(...)`` or ``sgd(...)``; ``of``
+            takes the object.
         accumulation_steps: Micro-batches per update; more than 1 adds accumulators.
     """
 
@@ -35,12 +36,12 @@ class AttachOptimizer(GraphPass):
     accumulation_steps: int = 1
 
     @staticmethod
-    def of(optimizer: AdamW | str, accumulation_steps: int = 1) -> AttachOptimizer:
+    def of(optimizer: Optimizer | str, accumulation_steps: int = 1) -> AttachOptimizer:
         """The pass that attaches this optimizer."""
         return AttachOptimizer(str(optimizer), accumulation_steps)
 
     def run(self, graph: TrainingGraph) -> Changes:
         changes = Changes()
         keep_evaluation_form(graph)  # why here: lowering follows, and afterwards dropout cannot be told apart
-        changes.counts["updates"] = attach(graph, AdamW.parse(self.optimizer), self.accumulation_steps)
+        changes.counts["updates"] = attach(graph, parse(self.optimizer), self.accumulation_steps)
         return changes

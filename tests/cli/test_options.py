@@ -55,7 +55,7 @@ def test_optimizer():
 
 
 @pytest.mark.parametrize(
-    "text", ["adam", "adamw{", "adamw{lr}", "adamw{lr=x}", "adamw{rate=1}", "sgd{lr=1}", "adamw lr=1", ""]
+    "text", ["adam", "adamw{", "adamw{lr}", "adamw{lr=x}", "adamw{rate=1}", "sgd{betas=0.9|0.9}", "adamw lr=1", ""]
 )
 def test_bad_optimizer(text):
     with pytest.raises(InputError):

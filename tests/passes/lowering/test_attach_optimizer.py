@@ -38,7 +38,7 @@ def test_counts_and_stage(classifier_graph) -> None:
 
 def test_a_bad_optimizer_text(classifier_graph) -> None:
     with pytest.raises(InputError, match="does not parse"):
-        AttachOptimizer("sgd").call(classifier_graph().model)
+        AttachOptimizer("rmsprop").call(classifier_graph().model)
 
 
 def test_twice(classifier_graph) -> None:
