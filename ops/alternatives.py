@@ -137,7 +137,7 @@ def alternatives(node: ir.Node, target: str, kernels: bool = True) -> tuple[Alte
     """
     found: list[Alternative] = []
     if kernels and has_kernel(node):
-        found.append(Alternative("kernel", TARGETS, _no_kernel, _kernel, _priced("kernel")))
+        found.append(Alternative("kernel", TARGETS, kernel_reason, _kernel, _priced("kernel")))
     if node.domain == COMPOSITE:
         forms = RUNTIME_FORMS.get(node.op_type, ())
         found += [Alternative("runtime", f.targets, f.applies, f.build, _priced("runtime")) for f in forms]
@@ -161,7 +161,8 @@ def has_kernel(node: ir.Node) -> bool:
     return ("" if node.domain == "ai.onnx" else node.domain, node.op_type) in BY_OPERATOR
 
 
-def _no_kernel(node: ir.Node) -> str | None:
+def kernel_reason(node: ir.Node) -> str | None:
+    """Why no compiled kernel stands for the node here; None when one does."""
     from ortgraph.ops import kernels
 
     return kernels.reason(node) or (None if kernels.available() else kernels.reason())

@@ -7,7 +7,8 @@ import functools
 import onnx
 import onnx_ir as ir
 
-from ortgraph.ops.spec import CONTRIB, KERNELS
+from ortgraph.ops.precision import LOW
+from ortgraph.ops.spec import COMPOSITE, CONTRIB, KERNELS
 
 TRAINING = "onnxruntime-training"  # 1.19.2
 STOCK = "onnxruntime"  # 1.22 and later
@@ -36,6 +37,14 @@ _CONTRIB_TRAINING = frozenset({
 # Unversioned operators that ONNX Runtime keeps in the standard domain.
 _STANDARD_COMMON = frozenset({"SimplifiedLayerNormalization"})
 _STANDARD_TRAINING = frozenset({"AveragePoolGrad", "MaxPoolGrad"})
+# Standard operators with a CPU kernel for bfloat16 and float16 values, measured on 1.19.2 and 1.32.0: data movement and
+# Cast. Both releases refuse a session with any other operator on bfloat16. On float16 they also move by Expand and
+# Compress; for everything else they put casts of their own around it, whose memory no plan knows.
+MOVES_LOW = frozenset({
+    "Concat", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "Reshape", "Slice", "Split", "Squeeze",
+    "Transpose", "Unsqueeze",
+})  # fmt: skip
+_LOW_STANDARD = MOVES_LOW | {"Cast", "ScatterElements", "ScatterND", "Shape", "Size"}
 _MAX_OPSET = {TRAINING: 21, STOCK: 23}
 
 
@@ -96,3 +105,13 @@ def reason_not_run(node: ir.Node, target: str, opset: int) -> str | None:
     if node.domain == KERNELS:
         return None
     return f"{target} does not know the domain {node.domain!r}"
+
+
+def low_reason(node: ir.Node) -> str | None:
+    """Why the CPU provider cannot run a node on the low types that it sees; None when it can, or sees none."""
+    low = sorted({v.dtype.name for v in (*node.inputs, *node.outputs) if v is not None and v.dtype in LOW})
+    standard = node.domain in ("", "ai.onnx")
+    ours = not standard and node.domain not in (CONTRIB, COMPOSITE)  # compiled for the types that they have
+    if not low or ours or (standard and node.op_type in _LOW_STANDARD):
+        return None
+    return f"{node.op_type} has no CPU kernel for {' and '.join(low)}"

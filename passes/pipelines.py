@@ -89,9 +89,15 @@ def _preset(
     shapes: Mapping[str, int],
     accumulation_steps: int,
     memory_budget: str | None = None,
+    precision: str = "",
 ) -> tuple[ir.passes.PassBase, ...]:
     bind = (f"bind-shapes{{sizes={'|'.join(f'{k}:{v}' for k, v in sorted(shapes.items()))}}}",) if shapes else ()
-    head = parse_pipeline(",".join((*bind, *(b for b in before if b), "mark-optimized")))
+    # why precision here: fusions know float32 operators, and updates are float32
+    head = parse_pipeline(
+        ",".join((*bind, *(b for b in before if b), "mark-optimized", *([precision] if precision else [])))
+    )
+    if precision:  # why last: passes that ask for fused kernels may leave low values to operators that have no kernel
+        after = f"{after},legalize-precision"
     attach = (AttachOptimizer.of(optimizer, accumulation_steps),) if optimizer is not None else ()
     plan = "plan-memory"
     if memory_budget is not None:  # why here: later passes would merge what is evaluated twice

@@ -15,6 +15,7 @@ from ortgraph.manager import registry
 from ortgraph.manager.instruments import Instrument
 from ortgraph.manager.pass_manager import PassManager, PipelineReport
 from ortgraph.manager.pipeline_text import parse_pipeline, pipeline_text
+from ortgraph.manager.precision_option import Overrides, precision_pass
 from ortgraph.manager.rewrite import op_key
 from ortgraph.plan.budget import check_budget
 
@@ -57,6 +58,7 @@ def optimize(
     optimizer: Any = None,
     target: str = "onnxruntime-training",
     precision: str = "fp32",
+    precision_overrides: Overrides | None = None,
     memory_budget: str | int | None = None,
     shapes: Mapping[str, int] | None = None,
     accumulation_steps: int = 1,
@@ -73,7 +75,10 @@ def optimize(
         optimizer: ``ortgraph.optim.AdamW(...)``, ``LAMB`` or ``SGD`` to attach; None leaves the graph without an
             update. Presets only.
         target: ``onnxruntime-training`` (1.19.2) or ``onnxruntime`` (stock, 1.22 and later).
-        precision: ``fp32``.
+        precision: ``fp32``, ``bf16`` or ``fp16``: matrix products, convolutions and attention in that type, sums and
+            parameters in float32 (docs/precision.md). Presets only.
+        precision_overrides: Operators or modules by ``keep`` (stay in float32) and ``low``, as a mapping or as text:
+            ``"keep=layer.3.*|Gelu;low=Softmax"``.
         memory_budget: ``"60%"`` of the activation peak (live intermediates of the given order, nothing recomputed), or
             bytes for the arena (``"30MB"`` or a number). Presets only. Where dimensions stay symbolic the session meets
             it anew for each batch shape.
@@ -94,8 +99,7 @@ def optimize(
     _check_kinds(graph, pipeline, optimizer)
     if target not in TARGETS:
         raise InputError(f"unknown target {target!r}", f"one of {', '.join(TARGETS)}")
-    if precision != "fp32":
-        raise InputError(f"precision {precision!r} is not available in this release", "precision='fp32'")
+    cast = precision_pass(precision, precision_overrides)
     if loss_scale is not None:
         optimizer = _scaled(optimizer, loss_scale)
     if memory_budget is not None:
@@ -108,8 +112,11 @@ def optimize(
             shapes=dict(shapes or {}),
             accumulation_steps=accumulation_steps,
             memory_budget=memory_budget,
+            precision=cast,
         )
     else:
+        if cast:
+            raise InputError("a precision goes with a preset", f"put {cast} behind mark-optimized in your pipeline")
         if memory_budget is not None:
             raise InputError(
                 "a memory budget goes with a preset",

@@ -21,6 +21,8 @@ TABLE: dict[str, str] = {
     "mark-optimized": "ortgraph.passes.canonical.mark_optimized:MarkOptimized",
     "bind-shapes": "ortgraph.passes.canonical.bind_shapes:BindShapes",
     "attach-optimizer": "ortgraph.passes.lowering.attach_optimizer:AttachOptimizer",
+    "cast-precision": "ortgraph.passes.precision.cast_precision:CastPrecision",
+    "legalize-precision": "ortgraph.passes.precision.legalize_precision:LegalizePrecision",
     "lower": "ortgraph.passes.lowering.lower:Lower",
     "use-transpose-kernel": "ortgraph.passes.lowering.use_transpose_kernel:UseTransposeKernel",
     "fuse-add-norm": "ortgraph.passes.lowering.fuse_add_norm:FuseAddNorm",

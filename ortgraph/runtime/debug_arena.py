@@ -25,6 +25,7 @@ from ortgraph.graph.edit import static_shape
 from ortgraph.ops import kernels
 from ortgraph.ops.spec import KERNELS, spec_of
 from ortgraph.runtime.arena import POISON
+from ortgraph.runtime.binding import bind_input, bind_output, copy_of
 
 if TYPE_CHECKING:
     from ortgraph.plan.memory.placement import Placement
@@ -266,14 +267,14 @@ def _run_node(session, node: ir.Node, inputs: dict[str, np.ndarray], bound: dict
     given = {v.name for v in session.get_inputs()}
     for name, array in inputs.items():
         if name in given:
-            binding.bind_input(name, "cpu", 0, array.dtype, list(array.shape), array.ctypes.data)
+            bind_input(binding, name, array)
     names = [o.name for o in session.get_outputs()]
     for name in names:
         target = bound.get(name)
         if target is None:
             binding.bind_output(name, "cpu", 0)
         else:
-            binding.bind_output(name, "cpu", 0, target.dtype, list(target.shape), target.ctypes.data)
+            bind_output(binding, name, target.dtype, target.shape, target.ctypes.data)
     session.run_with_iobinding(binding)
     made = binding.get_outputs()
-    return [bound[n] if n in bound else made[i].numpy().copy() for i, n in enumerate(names)]
+    return [bound[n] if n in bound else copy_of(made[i]) for i, n in enumerate(names)]

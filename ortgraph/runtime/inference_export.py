@@ -39,7 +39,7 @@ def evaluation_form(graph: TrainingGraph) -> TrainingGraph:
         InputError: The graph was lowered without keeping the form, and draws random numbers or updates buffers.
     """
     stored = graph.model.metadata_props.get(METADATA_KEY)
-    if graph.stage in _LOWERED and stored is not None:
+    if stored is not None and (graph.stage in _LOWERED or "precision" in graph.signature.metadata):
         model = ir.from_proto(onnx.load_from_string(zlib.decompress(base64.b64decode(stored))))
         return TrainingGraph(model, values=graph.values)
     signature = graph.signature

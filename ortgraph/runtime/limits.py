@@ -15,7 +15,14 @@ _RIGHT_OVER_NOTHING = frozenset(
     | {"ScatterND", "ConstantOfShape", "If", "Loop", "Scan"}
 )
 _BINDABLE = frozenset(
-    {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BOOL, ir.DataType.INT8}
+    {
+        ir.DataType.FLOAT,
+        ir.DataType.DOUBLE,
+        ir.DataType.FLOAT16,
+        ir.DataType.BFLOAT16,
+        ir.DataType.BOOL,
+        ir.DataType.INT8,
+    }
     | {ir.DataType.INT16, ir.DataType.INT32, ir.DataType.INT64, ir.DataType.UINT8, ir.DataType.UINT16}
     | {ir.DataType.UINT32, ir.DataType.UINT64}
 )
@@ -26,7 +33,7 @@ def refuse_limits(program: str, order: Sequence[ir.Node]) -> None:
 
     Raises:
         BatchError: A node other than a plain sum makes something out of no elements (an empty batch).
-        UnsupportedError: A value has a type without a NumPy form in the runtime, such as bfloat16.
+        UnsupportedError: A value has a type without a NumPy form in the runtime, such as float8.
     """
     for node in order:
         for value in node.outputs:

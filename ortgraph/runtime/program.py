@@ -23,6 +23,7 @@ from ortgraph.plan.memory.placement import Placement, place_values, stored_plan
 from ortgraph.plan.schedule import order_updates
 from ortgraph.plan.stored_budget import stored_budget, warn_if_over
 from ortgraph.runtime.arena import Memory
+from ortgraph.runtime.binding import bind_input, bind_output
 from ortgraph.runtime.debug_arena import check_guards, check_program
 from ortgraph.runtime.limits import refuse_limits
 from ortgraph.runtime.options import session_options
@@ -221,13 +222,12 @@ class Program:
         assert self._session is not None
         binding = self._session.io_binding()
         for value in self._input_values:
-            array = self.inputs[value.name or ""]
-            binding.bind_input(value.name, "cpu", 0, array.dtype, list(array.shape), array.ctypes.data)
+            bind_input(binding, value.name or "", self.inputs[value.name or ""])
         for value in self._bound:
             name = value.name or ""
             at = self.placement.at_input.get(name)
             address = arena.address + self.placement.offsets[name] if at is None else self._memory_of(at).ctypes.data
-            binding.bind_output(name, "cpu", 0, value.dtype.numpy(), list(static_shape(value) or ()), address)  # type: ignore[union-attr]
+            bind_output(binding, name, value.dtype.numpy(), static_shape(value) or (), address)  # type: ignore[union-attr]
         self._binding, self._generation = binding, arena.generation
         return binding
 

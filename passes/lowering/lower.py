@@ -11,10 +11,19 @@ from ortgraph.errors import InputError, UnsupportedError
 from ortgraph.graph import Names, TrainingGraph, replace_value
 from ortgraph.graph.edit import remove_node, take_type
 from ortgraph.manager.base import Changes, GraphPass, Refusal
-from ortgraph.ops.alternatives import Alternative, CostTable, alternatives, has_choice, load_table
+from ortgraph.ops.alternatives import (
+    Alternative,
+    CostTable,
+    alternatives,
+    has_choice,
+    has_kernel,
+    kernel_reason,
+    load_table,
+)
 from ortgraph.ops.builder import Builder
-from ortgraph.ops.spec import COMPOSITE
-from ortgraph.ops.targets import TARGETS, TRAINING, reason_not_run
+from ortgraph.ops.spec import COMPOSITE, spec_of
+from ortgraph.ops.targets import TARGETS, TRAINING, low_reason, reason_not_run
+from ortgraph.passes.precision.legalize_precision import legalize
 from ortgraph.runtime.inference_export import keep_evaluation_form
 
 
@@ -60,6 +69,7 @@ class Lower(GraphPass):
         if graph.has_signature:
             keep_evaluation_form(graph)  # why here: afterwards dropout and batch statistics cannot be told apart
         changes, table, names = Changes(), load_table(self.table), Names(graph.graph)
+        legalize(graph, self._no_low_form, changes, self.name, names)
         opset = graph.graph.opset_imports.get("", 18)
         # Last first, so that a composite made by an expansion is met next.
         todo = list(graph.graph.all_nodes())[::-1]
@@ -70,6 +80,7 @@ class Lower(GraphPass):
                 continue
             made = self._replace(node, table, names, reason, changes)
             todo.extend(reversed(made))
+        legalize(graph, low_reason, changes, self.name, names)
         imports = graph.graph.opset_imports
         if any(n.domain == "com.microsoft" for n in graph.graph.all_nodes()):
             imports.setdefault("com.microsoft", 1)
@@ -77,6 +88,13 @@ class Lower(GraphPass):
         if not left and imports.pop(COMPOSITE, None) is not None and not changes.counts:
             changes.counts["unused-import"] += 1
         return changes
+
+    def _no_low_form(self, node: ir.Node) -> str | None:
+        """Why a composite is lowered between casts: neither a kernel nor its expansion takes low values."""
+        if node.domain != COMPOSITE or spec_of(node).expands_low:
+            return None
+        compiled = self.kernels and self.prefer in ("", "kernel") and has_kernel(node)
+        return kernel_reason(node) if compiled else f"{node.op_type} has no expansion on low values"
 
     def _replace(
         self, node: ir.Node, table: CostTable, names: Names, reason: str | None, changes: Changes

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch", reason="capture needs PyTorch")
 from torch.nn import functional as F  # noqa: E402
 
 import ortgraph  # noqa: E402
-from ortgraph.errors import BatchError, UnsupportedError  # noqa: E402
+from ortgraph.errors import BatchError  # noqa: E402
 
 
 class Net(torch.nn.Module):
@@ -53,7 +53,7 @@ def test_empty_parameters_train(level):
     assert state["none"].shape == (0,) and state["rows"].shape == (0, 4) and np.isfinite(state["w"]).all()
 
 
-def test_types_that_the_runtime_cannot_bind_are_named():
+def test_a_model_that_uses_bfloat16_itself_runs_between_casts():
     class Brain(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -62,6 +62,11 @@ def test_types_that_the_runtime_cannot_bind_are_named():
         def forward(self, x):
             return F.relu(self.layer(x).bfloat16()).float().sum()
 
-    graph = ortgraph.capture(Brain(), {"x": torch.ones(3, 4)})
-    with pytest.raises(UnsupportedError, match="BFLOAT16"):
-        ortgraph.TrainingSession(graph).gradients({"x": torch.ones(3, 4)})
+    module = Brain()
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    module(x).backward()
+    session = ortgraph.TrainingSession(ortgraph.capture(module, {"x": x}))
+    assert session.loss({"x": x}) == pytest.approx(float(module(x)), rel=1e-5)
+    found = session.gradients({"x": x})
+    for name, parameter in module.named_parameters():
+        np.testing.assert_allclose(found[name], parameter.grad.numpy(), rtol=1e-5)
