@@ -25,7 +25,8 @@ def infer_node(node: ir.Node, opset_imports: dict[str, int]) -> bool:
         if typed is None:
             continue
         dtype, shape = typed
-        output.dtype = dtype
+        if output.dtype != dtype:
+            output.type = ir.TensorType(dtype)  # its own: clones share type objects, and setting dtype writes into them
         if shape is not None:
             output.shape = ir.Shape(shape)
     return all(o.dtype is not None and o.shape is not None for o in node.outputs if o.name or o.uses())

@@ -10,6 +10,7 @@ from ortgraph.cli import options
 from ortgraph.cli.optimize_run import Request, apply
 from ortgraph.cli.output import Output
 from ortgraph.errors import InputError
+from ortgraph.ops.precision import FP32
 
 
 def optimize(out: Output, source: pathlib.Path, output: pathlib.Path, request: Request) -> Any:
@@ -30,6 +31,8 @@ def optimize(out: Output, source: pathlib.Path, output: pathlib.Path, request: R
         raise InputError(
             "--memory-budget goes with a graph: the on-device runtime places memory itself", "leave it out"
         )
+    if request.precision != FP32:
+        raise InputError("--precision goes with a graph: the on-device runtime trains in float32", "leave it out")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise InputError(f"{output}: exists and is not an empty folder", "give a new folder: nothing is overwritten")
     options.check_folder(output)

@@ -13,6 +13,7 @@ import typer
 from ortgraph.cli import options
 from ortgraph.cli.output import Output, verb
 from ortgraph.errors import InputError, VerificationError
+from ortgraph.manager.precision_option import check_precision
 
 FILES = (
     "captured.onnx", "captured.safetensors", "step.onnx", "step.safetensors", "classifier.onnx", "classifier.onnx.data",
@@ -43,6 +44,7 @@ def run(
     quick: Annotated[bool, _QUICK] = False,
     folder: Annotated[pathlib.Path, _OUT] = pathlib.Path("ortgraph-demo"),
     steps: Annotated[int | None, _STEPS_OPTION] = None,
+    precision: str = options.PRECISION,
     threads: Annotated[int | None, options.THREADS] = None,
     as_json: bool = options.JSON,
 ) -> None:
@@ -50,6 +52,7 @@ def run(
     from ortgraph.runtime.detect import check_torch, detect_runtime, torch_version
 
     out = Output(as_json)
+    check_precision(precision)
     check_torch(torch_version())
     detect_runtime()
     _prepare(folder)
@@ -69,6 +72,7 @@ def run(
         seconds=_QUICK_SECONDS if limited else None,
         lr=_LR,
         threads=threads or cores,
+        precision=precision,
     )
     outcome = _measure(out, plan, folder)
     remarks = [*busy, *_processor_remarks()]
@@ -121,15 +125,17 @@ def _measure(out: Output, plan: Any, folder: pathlib.Path) -> dict[str, Any]:
     with out.progress("optimizing") as tell:
         lowered = ortgraph.optimize(captured, "O0", optimizer=optimizer, target=target)
         watch = [Progress(tell)]
-        optimized = ortgraph.optimize(captured, "O2", optimizer=optimizer, target=target, instruments=watch)
+        optimized = ortgraph.optimize(
+            captured, "O2", optimizer=optimizer, target=target, precision=plan.precision, instruments=watch
+        )
     captured.save(folder / "captured.onnx")
     optimized.graph.save(folder / "step.onnx")
     session = ortgraph.TrainingSession(optimized.graph, threads=plan.threads)
     with out.progress("verifying gradients"):
         plain = ortgraph.TrainingSession(reference_form(captured), threads=plan.threads)
-        errors = demo_run.gradient_errors(model, session, plain, batches[0])
+        errors = demo_run.gradient_errors(model, session, plain, batches[0], plan.precision)
         del plain
-    worst = _check_gradients(errors)
+    worst = _check_gradients(errors, plan.precision)
     with out.progress("training both", total=plan.steps) as tell:
         curves = demo_run.train_both(model, session, batches, plan, tell)
     with out.progress("classifying held-out documents"):
@@ -154,19 +160,20 @@ def _measure(out: Output, plan: Any, folder: pathlib.Path) -> dict[str, Any]:
         "state_bytes": session.state_bytes,
         "steps": len(curves.loss_pytorch),
         "threads": plan.threads,
+        "precision": plan.precision,
         "parameters": parameters,
         "folder": str(folder),
     }
     return {"result": result, "errors": errors, "curves": curves, "before": lowered.graph, "optimized": optimized}
 
 
-def _check_gradients(errors: dict[str, dict[str, float]]) -> float:
+def _check_gradients(errors: dict[str, dict[str, float]], precision: str) -> float:
     """The largest difference to PyTorch and to the unoptimized graph. Raises VerificationError above the tolerance."""
     from ortgraph.cli.demo_run import GRADIENTS
-    from ortgraph.manager.numerics import GRADIENT_TOLERANCE
+    from ortgraph.manager.numerics import tolerance_of
 
     worst, name = max((v, k) for measure in GRADIENTS[:2] for k, v in errors[measure].items())
-    if worst > GRADIENT_TOLERANCE:
+    if worst > tolerance_of(precision).gradient:
         raise VerificationError(
             f"the gradient of %{name} is off by {worst:.1e}", "please report this with `ortgraph doctor`"
         )

@@ -15,6 +15,7 @@ import torch
 from ortgraph.cli.demo_data import DemoData
 from ortgraph.cli.demo_model import Classifier
 from ortgraph.manager.numerics import relative_errors
+from ortgraph.ops.precision import FP32
 
 Batch = Mapping[str, np.ndarray]
 WARM_UP = 3  # steps left out of the timing: both sides allocate and tune in them
@@ -33,6 +34,7 @@ class Plan:
         seconds: No step starts later than this after the first one; None: no limit.
         lr: Learning rate after the ramp.
         threads: Of both sides.
+        precision: Of both sides: PyTorch runs under autocast when it is low.
     """
 
     steps: int
@@ -41,6 +43,7 @@ class Plan:
     seconds: float | None
     lr: float
     threads: int
+    precision: str = FP32
 
 
 @dataclasses.dataclass
@@ -67,15 +70,25 @@ class Curves:
         return statistics.median(a / b for a, b in zip(*self.timed(), strict=True))
 
 
-def gradient_errors(model: Classifier, optimized: Any, unoptimized: Any, batch: Batch) -> dict[str, dict[str, float]]:
+def autocast(precision: str) -> torch.autocast:
+    """PyTorch's mixed precision on the processor; switched off for ``fp32``."""
+    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
+    return torch.autocast("cpu", dtype=dtype, enabled=precision != FP32)
+
+
+def gradient_errors(
+    model: Classifier, optimized: Any, unoptimized: Any, batch: Batch, precision: str = FP32
+) -> dict[str, dict[str, float]]:
     """Norm-wise relative differences per parameter, by GRADIENTS.
 
     Args:
-        model: PyTorch's side, in float32.
+        model: PyTorch's side, with float32 parameters.
         optimized: Session of the optimized graph.
         unoptimized: Session of the graph as captured, in standard operators.
+        precision: Of PyTorch's side and of the optimized graph.
     """
-    eager = torch_gradients(model, batch)
+    with autocast(precision):
+        eager = torch_gradients(model, batch)
     exact = torch_gradients(copy.deepcopy(model).double(), batch)
     ours, plain = optimized.gradients(batch), unoptimized.gradients(batch)
     pairs = ((ours, eager), (ours, plain), (ours, exact), (eager, exact))
@@ -106,7 +119,8 @@ def train_both(
     def eager(batch: Batch, lr: float) -> float:
         optimizer.param_groups[0]["lr"] = lr
         optimizer.zero_grad(set_to_none=True)
-        loss, _ = model(**_tensors(batch))
+        with autocast(plan.precision):
+            loss, _ = model(**_tensors(batch))
         loss.backward()
         optimizer.step()
         return loss.item()

@@ -38,6 +38,8 @@ def run(
     pipeline: Annotated[str | None, _PIPELINE] = None,
     optimizer: Annotated[str | None, _OPTIMIZER] = None,
     target: Annotated[str, _TARGET] = "onnxruntime-training",
+    precision: str = options.PRECISION,
+    precision_overrides: str | None = options.OVERRIDES,
     memory_budget: Annotated[str | None, _BUDGET] = None,
     shapes: Annotated[str | None, options.SHAPES] = None,
     batch: Annotated[pathlib.Path | None, options.BATCH] = None,
@@ -56,6 +58,7 @@ def run(
     out = Output(as_json)
     request = make_request(
         level=level, pipeline=pipeline, optimizer=optimizer, target=target, budget=memory_budget,
+        precision=precision, overrides=precision_overrides,
         shapes=shapes, batch=batch, verify=verify,
         explain=explain, print_after=print_after, reproducer=reproducer, plugins=plugin,
     )  # fmt: skip

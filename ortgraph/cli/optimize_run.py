@@ -13,6 +13,7 @@ from ortgraph.cli.output import Output
 from ortgraph.errors import InputError
 from ortgraph.graph import TrainingGraph
 
+PASSES_BY_TOPIC = {"precision": "cast-precision", "lowering": "lower"}  # what --explain takes beside names of passes
 LEVELS = ("off", "structure", "signature", "types", "runtime", "numerics")
 
 
@@ -24,6 +25,8 @@ class Request:
     optimizer: Any
     target: str
     budget: str | None
+    precision: str
+    overrides: str | None
     sizes: dict[str, int]
     batch: pathlib.Path | None
     verify: str
@@ -40,6 +43,8 @@ def make_request(
     optimizer: str | None,
     target: str,
     budget: str | None,
+    precision: str,
+    overrides: str | None,
     shapes: str | None,
     batch: pathlib.Path | None,
     verify: str,
@@ -55,6 +60,7 @@ def make_request(
     """
     from ortgraph.manager import parse_pipeline, registry
     from ortgraph.manager.optimize import TARGETS
+    from ortgraph.manager.precision_option import precision_pass
     from ortgraph.plan.budget import check_budget
 
     if verify not in LEVELS:
@@ -72,6 +78,11 @@ def make_request(
         raise InputError("--optimizer goes with a preset", "put attach-optimizer{optimizer=adamw} into -p")
     if pipeline is not None and budget is not None:
         raise InputError("--memory-budget goes with a preset", "put select-recompute{budget=...} into -p")
+    if precision_pass(precision, overrides) and pipeline is not None:
+        raise InputError(
+            "--precision goes with a preset", "put cast-precision{precision=...} behind mark-optimized in -p"
+        )
+    explain = PASSES_BY_TOPIC.get(explain or "", explain)
     for name in (explain, print_after):
         if name not in (None, EVERY):
             registry.get(name)
@@ -80,6 +91,8 @@ def make_request(
         options.parse_optimizer(optimizer),
         target,
         None if budget is None else check_budget(budget),
+        precision,
+        overrides,
         options.parse_sizes(shapes),
         batch,
         verify,
@@ -111,6 +124,7 @@ def apply(out: Output, graph: TrainingGraph, request: Request) -> Any:
         result = optimize(
             graph, request.pipeline, optimizer=request.optimizer, target=request.target,
             memory_budget=request.budget, shapes=request.sizes or None,
+            precision=request.precision, precision_overrides=request.overrides,
             passes_after=request.passes_after, verify="runtime" if request.verify == "numerics" else request.verify,
             instruments=instruments,
         )  # fmt: skip
@@ -148,6 +162,7 @@ def find_culprit(out: Output, graph: TrainingGraph, request: Request) -> dict[st
 def _passes(request: Request) -> list[Any]:
     """The pipeline as passes, plugins included."""
     from ortgraph.manager import parse_pipeline, registry
+    from ortgraph.manager.precision_option import precision_pass
 
     if request.pipeline not in registry.preset_names():
         return list(parse_pipeline(request.pipeline))
@@ -156,6 +171,7 @@ def _passes(request: Request) -> list[Any]:
         "target": request.target,
         "shapes": request.sizes,
         "memory_budget": request.budget,
+        "precision": precision_pass(request.precision, request.overrides),
     }
     preset = registry.preset(request.pipeline, accumulation_steps=1, **options_)
     passes: list[Any] = []

@@ -21,6 +21,10 @@ FORCE = typer.Option(False, "--force", help="Allow OUT to replace an input.")
 SHAPES = typer.Option("--shapes", metavar="SIZES", help="Sizes of symbolic dimensions: batch=8,sequence=128.")
 BATCH = typer.Option("--batch", metavar="FILE", help="Compare on this batch: an .npz file of arrays by input name.")
 THREADS = typer.Option("--threads", min=1, help="Threads of one operator; all processors if absent.")
+PRECISION = typer.Option("fp32", "--precision", metavar="NAME", help="fp32, bf16 or fp16 (docs/precision.md).")
+OVERRIDES = typer.Option(
+    None, "--precision-overrides", metavar="TEXT", help="By operator or module: 'keep=layer.3.*|Gelu;low=Softmax'."
+)
 LEVEL = typer.Option(2, "-O", metavar="LEVEL", help="Preset: -O0, -O1, -O2 or -O3.")
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*")

@@ -17,6 +17,7 @@ from ortgraph.capture.build_spec import BuildSpec, UserCode
 from ortgraph.cli import options
 from ortgraph.cli.output import Output, verb
 from ortgraph.errors import InputError
+from ortgraph.manager.precision_option import precision_pass
 from ortgraph.plan.budget import check_budget
 
 _TARGET = typer.Argument(metavar="FILE.py:BUILD", help="A build function.")
@@ -48,6 +49,8 @@ def run(
     optimizer: Annotated[str | None, _OPTIMIZER] = None,
     optimize: Annotated[bool, _OPTIMIZE] = True,
     level: int = options.LEVEL,
+    precision: str = options.PRECISION,
+    precision_overrides: str | None = options.OVERRIDES,
     memory_budget: Annotated[str | None, _BUDGET] = None,
     threads: Annotated[int | None, options.THREADS] = None,
     export_inference: Annotated[pathlib.Path | None, _INFERENCE] = None,
@@ -66,7 +69,9 @@ def run(
     chosen = options.parse_optimizer(optimizer)
     budget = None if memory_budget is None else check_budget(memory_budget)
     preset = options.pipeline_of(level if optimize else 0, None)
-    spec, session, report = _session(out, target, chosen, preset, budget, threads)
+    precision_pass(precision, precision_overrides)  # an unknown one is refused before any work
+    cast = {"precision": precision, "precision_overrides": precision_overrides}
+    spec, session, report = _session(out, target, chosen, preset, budget, threads, cast)
     if resume:
         session.load_checkpoint(checkpoint)
         out.say(f"resumed {checkpoint} at step {session.steps}")
@@ -97,7 +102,7 @@ def _save(session: Any, folder: pathlib.Path) -> None:
 
 
 def _session(
-    out: Output, target: str, chosen: Any, preset: str, budget: str | None, threads: int | None
+    out: Output, target: str, chosen: Any, preset: str, budget: str | None, threads: int | None, cast: dict[str, Any]
 ) -> tuple[BuildSpec, Any, Any]:
     import ortgraph
     from ortgraph.cli.capturing import capture_build
@@ -112,7 +117,7 @@ def _session(
     with out.progress("optimizing") as tell:
         target, instruments = detect_runtime().target, [Progress(tell)]
         result = ortgraph.optimize(
-            graph, preset, optimizer=chosen, target=target, memory_budget=budget, instruments=instruments
+            graph, preset, optimizer=chosen, target=target, memory_budget=budget, instruments=instruments, **cast
         )
     out.say(f"{preset}: {result.report.nodes_before} → {result.report.nodes_after} nodes")
     return spec, ortgraph.TrainingSession(result.graph, threads=threads), result.report

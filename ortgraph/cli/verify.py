@@ -56,7 +56,7 @@ def run(
 def _compare(
     out: Output, graph: TrainingGraph, reference: TrainingGraph, sizes: dict[str, int], batch: pathlib.Path | None
 ) -> dict[str, Any]:
-    from ortgraph.manager.numerics import GRADIENT_TOLERANCE, LOSS_TOLERANCE, compare
+    from ortgraph.manager.numerics import compare
 
     mine, theirs = set(graph.signature.gradients), set(reference.signature.gradients)
     if mine != theirs:
@@ -69,6 +69,10 @@ def _compare(
     out.table(
         "Gradients, largest difference first", ("parameter", "relative difference"), [(k, f"{v:.1e}") for k, v in rows]
     )
+    if result.precision != "fp32":
+        out.say(
+            f"tolerances of {result.precision}: loss {result.tolerance.loss:.1e}, gradients {result.tolerance.gradient:.1e}"
+        )
     out.say(f"loss: relative difference {result.loss:.1e}")
     if result.values:
         name, error = result.worst_value
@@ -80,6 +84,7 @@ def _compare(
         "parameter": result.worst_gradient[0],
         "value": result.worst_value[1],
         "value_name": result.worst_value[0],
-        "loss_tolerance": LOSS_TOLERANCE,
-        "gradient_tolerance": GRADIENT_TOLERANCE,
+        "precision": result.precision,
+        "loss_tolerance": result.tolerance.loss,
+        "gradient_tolerance": result.tolerance.gradient,
     }

@@ -131,8 +131,8 @@ def trim_inputs(graph: ir.Graph) -> None:
 
 def take_type(new: ir.Value, old: ir.Value) -> None:
     """Record on ``new`` what is recorded on the value that it replaces: dtype and shape."""
-    if old.dtype is not None:
-        new.dtype = old.dtype
+    if old.dtype is not None and old.dtype != new.dtype:
+        new.type = ir.TensorType(old.dtype)  # its own: clones share type objects, and setting dtype writes into them
     if old.shape is not None:
         new.shape = old.shape.copy()
 

@@ -13,19 +13,57 @@ from ortgraph.graph import TrainingGraph
 from ortgraph.manager import registry
 from ortgraph.manager.example_batch import example_batch
 from ortgraph.manager.pipeline_text import parse_pipeline
+from ortgraph.ops.precision import FP32, PRECISIONS, range_of
 
 if TYPE_CHECKING:
     from ortgraph.runtime.session import TrainingSession
 
-__all__ = ["Comparison", "compare", "example_batch", "reference_form", "relative_errors", "require_equal"]
+__all__ = [
+    "Comparison",
+    "Tolerance",
+    "compare",
+    "example_batch",
+    "reference_form",
+    "relative_errors",
+    "require_equal",
+    "tolerance_of",
+]
 
 # Rewrites re-associate float32 sums; 1e-4 is the design's bound where a float64 reference is too dear.
 GRADIENT_TOLERANCE = 1e-4
 LOSS_TOLERANCE = 1e-5
+_LOW_GRADIENT, _LOW_LOSS = 16, 4  # roundings to the low type that a gradient and a loss may be off by
 _NOISE = 10  # rounding happens at every operator, the noise is measured for that of the weights alone
 _PERTURBATIONS = 2
 _RATE = 0.1  # large enough that an update is no rounding error of the weight
 _UPDATE_FLOOR = 1e-3  # updates are measured against at least this part of the weight's norm
+
+
+@dataclasses.dataclass(frozen=True)
+class Tolerance:
+    """Relative differences that count as equal.
+
+    Attributes:
+        loss: Of the loss.
+        gradient: Norm-wise, of gradients and further values.
+        noise: One rounding of the precision, in float32 roundings.
+    """
+
+    loss: float = LOSS_TOLERANCE
+    gradient: float = GRADIENT_TOLERANCE
+    noise: float = 1.0
+
+
+def tolerance_of(precision: str) -> Tolerance:
+    """Tolerances for a graph in ``fp32``, ``bf16`` (loss 0.8 %, gradients 3 %) or ``fp16`` (0.2 %, 0.8 %).
+
+    Every value of a low type is off by half a unit in its last place; norm-wise errors of gradients stay within a few
+    of these, under PyTorch's autocast as well.
+    """
+    unit = range_of(PRECISIONS[precision]).unit
+    if precision == FP32:
+        return Tolerance()
+    return Tolerance(_LOW_LOSS * unit, _LOW_GRADIENT * unit, unit / range_of(PRECISIONS[FP32]).unit)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +76,17 @@ class Comparison:
             gradient that is zero in exact arithmetic 1e-6 of the median is tolerated.
         values: Norm-wise relative difference of every further output that both graphs have: the model's outputs, and
             new values of buffers, states and parameters (of the change, for parameters).
+        precision: The lower precision of the two graphs, which sets the tolerance.
     """
 
     loss: float
     gradients: Mapping[str, float]
     values: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    precision: str = FP32
+
+    @property
+    def tolerance(self) -> Tolerance:
+        return tolerance_of(self.precision)
 
     @property
     def worst_gradient(self) -> tuple[str, float]:
@@ -54,19 +98,23 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        within = max(self.worst_gradient[1], self.worst_value[1]) <= GRADIENT_TOLERANCE
-        return self.loss <= LOSS_TOLERANCE and within
+        within = max(self.worst_gradient[1], self.worst_value[1]) <= self.tolerance.gradient
+        return self.loss <= self.tolerance.loss and within
 
     @property
     def text(self) -> str:
         """What moved most."""
         (name, error), (value, by) = self.worst_gradient, self.worst_value
         text = f"loss by {self.loss:.1e}, gradient of %{name} by {error:.1e}"
-        return f"{text}, %{value} by {by:.1e}" if by > GRADIENT_TOLERANCE else text
+        text = f"{text}, %{value} by {by:.1e}" if by > self.tolerance.gradient else text
+        return text if self.precision == FP32 else f"{text} (tolerances of {self.precision})"
 
 
 def relative_errors(
-    got: Mapping[str, np.ndarray], want: Mapping[str, np.ndarray], noise: Mapping[str, float] | None = None
+    got: Mapping[str, np.ndarray],
+    want: Mapping[str, np.ndarray],
+    noise: Mapping[str, float] | None = None,
+    tolerance: Tolerance = Tolerance(),
 ) -> dict[str, float]:
     """Norm-wise relative error per name. A gradient far below the median norm is measured against the median.
 
@@ -75,6 +123,7 @@ def relative_errors(
     Args:
         noise: Rounding error in the norm of each reference, where it is known: a gradient that is nothing but that
             (a bias before batch normalization) is not measured against itself.
+        tolerance: What the error will be held against.
     """
     norms = {k: _norm(np.where(np.isfinite(v), v, 0)) for k, v in want.items()}
     floor = 1e-2 * float(np.median(list(norms.values()))) if norms else 0.0
@@ -82,7 +131,7 @@ def relative_errors(
     for name, reference in want.items():
         if name not in got:
             raise VerificationError(f"gradient of %{name} is missing", "check the signature")
-        rounding = _NOISE * _finite((noise or {}).get(name, 0.0)) / GRADIENT_TOLERANCE
+        rounding = _NOISE * tolerance.noise * _finite((noise or {}).get(name, 0.0)) / tolerance.gradient
         errors[name] = _error(got[name], reference, max(norms[name], floor, rounding))
     return errors
 
@@ -193,10 +242,18 @@ def compare(
     want = _Run.of(theirs, batch)
     noise = _Noise.of(theirs, batch, want)
     got = _Run.of(mine, batch)
-    gradients = relative_errors(got.gradients, want.gradients, noise.gradients)
-    size = max(abs(want.loss), 1e-6, _NOISE * _finite(noise.loss) / LOSS_TOLERANCE)
+    precision = lower_precision(reference, graph)
+    tolerance = tolerance_of(precision)
+    gradients = relative_errors(got.gradients, want.gradients, noise.gradients, tolerance)
+    size = max(abs(want.loss), 1e-6, _NOISE * tolerance.noise * _finite(noise.loss) / tolerance.loss)
     loss = _error(np.array(got.loss), np.array(want.loss), size)
-    return Comparison(loss, gradients, _compare_values(want, noise, got, mine, batch))
+    return Comparison(loss, gradients, _compare_values(want, noise, got, mine, batch, tolerance), precision)
+
+
+def lower_precision(*graphs: TrainingGraph) -> str:
+    """The coarsest precision among graphs."""
+    found = [g.signature.metadata.get("precision", FP32) for g in graphs]
+    return max(found, key=lambda p: range_of(PRECISIONS[p]).unit)
 
 
 def _finite(noise: float) -> float:
@@ -250,7 +307,12 @@ def _fill_parameters(session: TrainingSession) -> None:
 
 
 def _compare_values(
-    want: _Run, noise: _Noise, got: _Run, mine: TrainingSession, batch: Mapping[str, np.ndarray]
+    want: _Run,
+    noise: _Noise,
+    got: _Run,
+    mine: TrainingSession,
+    batch: Mapping[str, np.ndarray],
+    tolerance: Tolerance,
 ) -> dict[str, float]:
     """Differences of model outputs and new values; what a step of ``mine`` leaves behind is compared, too."""
     signature = mine.signature
@@ -260,7 +322,8 @@ def _compare_values(
     names = [n for n in want.values if n in got.values and n not in skip]
     sizes = {
         n: max(
-            _size(want.values[n], old.get(weights.get(n, ""))), _NOISE * _finite(noise.values[n]) / GRADIENT_TOLERANCE
+            _size(want.values[n], old.get(weights.get(n, ""))),
+            _NOISE * tolerance.noise * _finite(noise.values[n]) / tolerance.gradient,
         )
         for n in names
     }

@@ -101,7 +101,7 @@ class _Rewrite:
                 node.replace_input_with(index, value)
         if kind == MOVE and self.at.facts(node.outputs[0]).low:
             for output in node.outputs:
-                output.dtype = self.low
+                _retype(output, self.low)
         elif kind == FOLLOW and (main := self.at.main[node]) is not None and self.at.facts(main).low:
             self._round(node, main)
 
@@ -152,7 +152,7 @@ class _Rewrite:
         attributes = {k: a.value for k, a in view.attributes.items()}
         made = build.op(view.op_type, rounded, *view.inputs[1:], name=f"{view.outputs[0].name}.low", **attributes)
         take_type(made, view.outputs[0])
-        made.dtype = self.low
+        _retype(made, self.low)
         return made
 
     def _late(self, value: ir.Value, reader: ir.Node) -> bool:
@@ -184,7 +184,7 @@ class _Rewrite:
                 node.replace_input_with(index, value)
         for index in spec_of(node).low_outputs:
             if index < len(node.outputs):
-                node.outputs[index].dtype = self.low
+                _retype(node.outputs[index], self.low)
         stamp(node, CastPrecision.name)
         self.changes.counts["low"] += 1
 
@@ -196,7 +196,7 @@ class _Rewrite:
         assert a is not None and b is not None
         made = build_product(build, node, a, b, self.low, to)
         take_type(made, output)
-        made.dtype = to
+        _retype(made, to)
         self.at.replaced(output, made)
         replace_value(output, made)
         self.graph.remove(node, safe=True)
@@ -213,3 +213,8 @@ class _Rewrite:
         self.at.replaced(value, made)
         for use in readers:
             use.node.replace_input_with(use.idx, made)
+
+
+def _retype(value: ir.Value, dtype: ir.DataType) -> None:
+    """Give the value a type object of its own: clones of a graph share them, and setting ``dtype`` writes into it."""
+    value.type = ir.TensorType(dtype)

@@ -85,7 +85,7 @@ def widen(node: ir.Node, names: Names, by: str) -> ir.Node:
         if old.dtype not in LOW:
             replace_value(old, value)
             continue
-        value.dtype = _FLOAT
+        value.type = ir.TensorType(_FLOAT)
         if old.uses() or old.is_graph_output():
             replace_value(old, build.op("Cast", value, to=old.dtype, name=old.name))
     graph.remove(node, safe=True)
