@@ -8,6 +8,7 @@ does not depend on values, and on the number of threads only where a rule says s
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Sequence
 
@@ -17,7 +18,7 @@ from ortgraph.graph.edit import static_shape
 from ortgraph.ops.kernels.table import KERNELS as TABLE
 from ortgraph.ops.kernels.table import base_name
 from ortgraph.ops.shapes import attribute, broadcast
-from ortgraph.ops.spec import CONTRIB, KERNELS
+from ortgraph.ops.spec import CONTRIB, GENERATED, KERNELS
 
 Rule = Callable[[ir.Node, int], int]  # from a node with static shapes and a number of threads
 _TILE = 65536  # bytes that a segmented convolution expands at a time, per thread
@@ -33,6 +34,8 @@ def scratch_bytes(node: ir.Node, threads: int = 2) -> int:
     """
     if any(v is not None and static_shape(v) is None for v in (*node.inputs, *(o for o in node.outputs if o.name))):
         return 0
+    if node.domain == GENERATED:
+        return importlib.import_module("ortgraph.ops.generated").scratch_bytes(node, threads)
     if node.domain == KERNELS:
         entry = TABLE.get(base_name(node.op_type))
         return entry.scratch(node) if entry is not None else 0

@@ -26,6 +26,7 @@ Expansion = Callable[["Builder", ir.Node], Sequence["ir.Value | None"]]
 
 COMPOSITE = "ortgraph"  # specifications
 KERNELS = "ortgraph.kernels"  # our compiled kernels; never the same node as a specification
+GENERATED = "ortgraph.generated"  # fused regions: each operator is a local function of the model, compiled
 CONTRIB = "com.microsoft"
 FAMILIES = (
     "elementwise",
@@ -123,6 +124,8 @@ def lookup(domain: str, op_type: str) -> OpSpec:
     """The entry of an operator; safe defaults when it is unknown."""
     _load()
     spec = _TABLE.get((_domain(domain), op_type))
+    if spec is None and domain == GENERATED:  # made from the function that is its body
+        spec = importlib.import_module("ortgraph.ops.generated").spec_of_body(op_type)
     if spec is not None:
         return spec
     return OpSpec(domain, op_type, deterministic=False, recompute=False, known=False)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import importlib
 
 import onnx
 import onnx_ir as ir
 
 from ortgraph.ops.precision import LOW
-from ortgraph.ops.spec import COMPOSITE, CONTRIB, KERNELS
+from ortgraph.ops.spec import COMPOSITE, CONTRIB, GENERATED, KERNELS
 
 TRAINING = "onnxruntime-training"  # 1.19.2
 STOCK = "onnxruntime"  # 1.22 and later
@@ -104,6 +105,8 @@ def reason_not_run(node: ir.Node, target: str, opset: int) -> str | None:
         return f"{target} has no CPU kernel for {CONTRIB}.{node.op_type}"
     if node.domain == KERNELS:
         return None
+    if node.domain == GENERATED:
+        return importlib.import_module("ortgraph.ops.generated").reason() or None
     return f"{target} does not know the domain {node.domain!r}"
 
 

@@ -7,6 +7,7 @@ first when a price is looked up, the class is the answer for operators that nobo
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import math
 from collections.abc import Mapping
 
@@ -15,7 +16,7 @@ import onnx_ir as ir
 from ortgraph.graph.edit import static_shape
 from ortgraph.ops.kernels.table import base_name
 from ortgraph.ops.shapes import attribute, ints_of, operator
-from ortgraph.ops.spec import KERNELS, spec_of
+from ortgraph.ops.spec import GENERATED, KERNELS, spec_of
 
 # How kernels spend their time. ``free`` is an alias bound in place.
 CLASSES = (
@@ -160,6 +161,8 @@ def _convolution_features(node: ir.Node, flops: int) -> Mapping[str, float]:
 def class_of(node: ir.Node) -> str:
     """How the node's kernel spends its time, one of CLASSES."""
     spec = spec_of(node)
+    if node.domain == GENERATED:
+        return importlib.import_module("ortgraph.ops.generated").class_of(node)
     name = base_name(node.op_type) if node.domain == KERNELS else node.op_type
     if spec.alias or name in _SHAPE_ONLY:
         return "free"

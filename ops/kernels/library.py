@@ -80,8 +80,8 @@ def build_library(name: str, files: Sequence[pathlib.Path]) -> pathlib.Path:
         RuntimeSetupError: No compiler, a compiler error, or a cache folder that cannot be written.
     """
     compiler = find_compiler()
-    flags, link = (*_FLAGS, *_width_flags()), ("-shared", *_link_flags())
-    folder = cache_folder() / _key(compiler, (*flags, *link), files)
+    options, link = flags(), ("-shared", *link_flags())
+    folder = cache_folder() / content_key(compiler, (*options, *link), files)
     library = folder / name
     if library.is_file():
         return library
@@ -89,7 +89,7 @@ def build_library(name: str, files: Sequence[pathlib.Path]) -> pathlib.Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             fresh = pathlib.Path(scratch) / name
-            _compile(compiler, flags, link, files, fresh)
+            _compile(compiler, options, link, files, fresh)
             os.replace(fresh, library)
     except OSError as error:
         raise RuntimeSetupError(
@@ -99,22 +99,27 @@ def build_library(name: str, files: Sequence[pathlib.Path]) -> pathlib.Path:
 
 
 def _compile(
-    compiler: str, flags: Sequence[str], link: Sequence[str], files: Sequence[pathlib.Path], target: pathlib.Path
+    compiler: str, options: Sequence[str], link: Sequence[str], files: Sequence[pathlib.Path], target: pathlib.Path
 ) -> None:
     units = [path for path in files if path.suffix == ".cpp"]
     objects = [str(target.with_name(f"{unit.stem}.o")) for unit in units]
-    logger.info("compiling %s with %s %s", target.name, compiler, " ".join(flags))
+    logger.info("compiling %s with %s %s", target.name, compiler, " ".join(options))
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = [
-            pool.submit(_call, compiler, *flags, "-c", str(unit), "-o", made)
+            pool.submit(call, compiler, *options, "-c", str(unit), "-o", made)
             for unit, made in zip(units, objects, strict=True)
         ]
         for job in jobs:
             job.result()
-    _call(compiler, *link, *objects, "-o", str(target))
+    call(compiler, *link, *objects, "-o", str(target))
 
 
-def _call(compiler: str, *arguments: str) -> None:
+def call(compiler: str, *arguments: str) -> None:
+    """Run the compiler.
+
+    Raises:
+        RuntimeSetupError: It fails, or takes too long.
+    """
     command = [compiler, *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
@@ -126,11 +131,12 @@ def _call(compiler: str, *arguments: str) -> None:
         )
 
 
-def _key(compiler: str, flags: Sequence[str], files: Sequence[pathlib.Path]) -> str:
+def content_key(compiler: str, options: Sequence[str], files: Sequence[pathlib.Path]) -> str:
+    """A hash of everything that a binary depends on."""
     digest = hashlib.sha256()
     for path in files:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    for fact in (_version(compiler), *flags, platform.machine(), *_processor()):
+    for fact in (_version(compiler), *options, platform.machine(), *_processor()):
         digest.update(fact.encode() + b"\0")
     return digest.hexdigest()[:24]
 
@@ -152,12 +158,18 @@ def _processor() -> tuple[str, ...]:
     return tuple(sorted({line for line in lines if line.partition("\t")[0].strip() in _CPU_FIELDS}))
 
 
+def flags() -> tuple[str, ...]:
+    """Compiler flags of a unit."""
+    return (*_FLAGS, *_width_flags())
+
+
 def _width_flags() -> tuple[str, ...]:
     # Compilers prefer 256 bits by default even where 512 are as fast per instruction.
     wide = platform.machine() == "x86_64" and any(" avx512f" in fact for fact in _processor())
     return ("-mprefer-vector-width=512",) if wide else ()
 
 
-def _link_flags() -> tuple[str, ...]:
+def link_flags() -> tuple[str, ...]:
+    """Linker flags."""
     # Sessions keep pointers to the operator definitions, so the library must survive the options that loaded it.
     return ("-Wl,-z,nodelete",) if sys.platform == "linux" else ()

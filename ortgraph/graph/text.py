@@ -31,6 +31,8 @@ def _tensor_text(tensor: ir.TensorProtocol) -> str:
 
 
 def _attribute_text(attribute: ir.Attr, names: dict[ir.Value, str]) -> str:
+    if attribute.ref_attr_name:
+        return f"@{attribute.ref_attr_name}"
     if attribute.type == ir.AttributeType.TENSOR:
         return _tensor_text(attribute.as_tensor())
     if attribute.type == ir.AttributeType.GRAPH:
@@ -89,7 +91,17 @@ def to_text(graph: TrainingGraph, provenance: bool = True) -> str:
         f"out %{names.get(v, v.name or '?')} {shape_text(v)}  {'+'.join(out_roles.get(v.name or '', []))}".rstrip()
         for v in g.outputs
     ]
+    for function in sorted(graph.model.functions.values(), key=lambda f: f.identifier()):
+        lines += _function_lines(function)
     return "\n".join(lines) + "\n"
+
+
+def _function_lines(function: ir.Function) -> list[str]:
+    """A function of the model: its name with inputs, its nodes, its outputs."""
+    formals = ", ".join(f"%{v.name} {shape_text(v)}" for v in function.inputs)
+    lines = [f"function {function.domain}.{function.name}({formals})"]
+    lines += [f"  {node_text(n, provenance=False)}" for n in function]
+    return [*lines, f"  return {', '.join(f'%{v.name}' for v in function.outputs)}"]
 
 
 def _first_use(value: ir.Value, names: dict[ir.Value, str]) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import pathlib
 import shutil
@@ -19,6 +20,7 @@ from ortgraph.errors import InputError, SignatureError
 from ortgraph.graph.signature import Signature
 
 METADATA_KEY = "ortgraph.signature"
+_GENERATED = "ortgraph.ops.generated"  # keeps the bodies of fused regions, which are functions of the model
 
 
 @functools.lru_cache(maxsize=64)
@@ -42,6 +44,8 @@ class TrainingGraph:
         self.values: dict[str, np.ndarray] = dict(values or {})
         if signature is not None:
             self.signature = signature
+        if model.functions:
+            importlib.import_module(_GENERATED).adopt(model)
 
     @property
     def graph(self) -> ir.Graph:

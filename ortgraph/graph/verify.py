@@ -249,17 +249,17 @@ class Fingerprint:
     input_types: tuple[tuple[str, str], ...]
 
 
-def fingerprint(graph: TrainingGraph, is_random: Callable[[ir.Node], str | None]) -> Fingerprint:
-    """``is_random`` gives the identity of a drawing node (its number or its name), None for others."""
+def fingerprint(graph: TrainingGraph, draws_of: Callable[[ir.Node], tuple[str, ...]]) -> Fingerprint:
+    """``draws_of`` gives the identities of what a node draws (its number or its name), none for others."""
     live = live_nodes(graph)
     for_loss = _producers([v for v in graph.graph.outputs if v.name == graph.signature.loss])
     loss_reads = {v.name or "" for n in for_loss for v in reads(n)}
     forming = frozenset(p.name for p in graph.signature.parameters if p.name in loss_reads)
     reaching = {v.name or "" for n in live for v in reads(n)} | {v.name or "" for v in graph.graph.outputs}
     names = [v.name or "" for v in graph.graph.inputs]
-    draws = sorted(d for n in graph.graph if n in live and (d := is_random(n)) is not None)
-    if graph.stage in ("lowered", "planned"):
-        # a numbered draw may be made again: recomputed, or redrawn for the backward half
+    draws = sorted(d for n in graph.graph if n in live for d in draws_of(n))
+    if graph.stage in ("lowered", "planned") or graph.model.functions:
+        # a numbered draw may be made again: recomputed, or redrawn for the backward half (in fused regions too)
         draws = sorted([*{d for d in draws if "#" in d}, *(d for d in draws if "#" not in d)])
     types = tuple((v.name or "", f"{v.dtype}{v.shape}") for v in graph.graph.inputs)
     return Fingerprint(graph.signature, frozenset(n for n in names if n in reaching), forming, tuple(draws), types)

@@ -18,7 +18,8 @@ from ortgraph.graph.text import text_hash
 from ortgraph.manager.base import GraphPass, Outcome, Refusal
 from ortgraph.manager.instruments import Instrument
 from ortgraph.manager.pipeline_text import pipeline_text
-from ortgraph.ops.spec import COMPOSITE, KERNELS, spec_of
+from ortgraph.ops import generated
+from ortgraph.ops.spec import COMPOSITE, GENERATED, KERNELS, spec_of
 
 logger = logging.getLogger(__name__)
 Look = tuple[str, rules.Fingerprint]
@@ -206,7 +207,7 @@ def _collector_paused() -> Iterator[None]:
 
 def _look(graph: TrainingGraph) -> Look:
     """What is compared around a pass: a hash of the text, and what must survive."""
-    return text_hash(graph), rules.fingerprint(graph, draw_identity)
+    return text_hash(graph), rules.fingerprint(graph, draw_identities)
 
 
 def _call(p: ir.passes.PassBase, graph: TrainingGraph, name: str) -> Outcome:
@@ -223,6 +224,14 @@ def _call(p: ir.passes.PassBase, graph: TrainingGraph, name: str) -> Outcome:
     if isinstance(result, Outcome):
         return result
     return Outcome(result.model, result.modified, {"modified": int(result.modified)})
+
+
+def draw_identities(node: ir.Node) -> tuple[str, ...]:
+    """What a node draws: the numbers of a composite, a kernel or a fused region, else its operator."""
+    if node.domain == GENERATED:
+        return tuple(f"Dropout#{number}" for number in generated.draws_of(node))
+    found = draw_identity(node)
+    return () if found is None else (found,)
 
 
 def draw_identity(node: ir.Node) -> str | None:

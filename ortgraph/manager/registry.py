@@ -59,6 +59,7 @@ TABLE: dict[str, str] = {
     "fuse-softmax": "ortgraph.passes.fusion.softmax:FuseSoftmax",
     "fuse-cross-entropy": "ortgraph.passes.fusion.cross_entropy:FuseCrossEntropy",
     "fuse-embedding-gradient": "ortgraph.passes.fusion.embedding_gradient:FuseEmbeddingGradient",
+    "fuse-regions": "ortgraph.passes.fusion.fuse_regions:FuseRegions",
     "fuse-stack-gradient": "ortgraph.passes.fusion.stack_gradient:FuseStackGradient",
     "fuse-bias-gradient": "ortgraph.passes.fusion.bias_gradient:FuseBiasGradient",
     "lift-batch-views": "ortgraph.passes.fusion.batch_views:LiftBatchViews",

@@ -22,8 +22,8 @@ import onnx_ir as ir
 from ortgraph.analysis.liveness import Liveness, values_read
 from ortgraph.errors import PlanError, RuntimeSetupError
 from ortgraph.graph.edit import static_shape
-from ortgraph.ops import kernels
-from ortgraph.ops.spec import KERNELS, spec_of
+from ortgraph.ops import generated, kernels
+from ortgraph.ops.spec import GENERATED, KERNELS, spec_of
 from ortgraph.runtime.arena import POISON
 from ortgraph.runtime.binding import bind_input, bind_output, copy_of
 
@@ -243,18 +243,19 @@ def _session(
     proto = onnx.ModelProto(ir_version=min(model.ir_version, 10))
     proto.opset_import.extend(onnx.helper.make_opsetid(d, v) for d, v in sorted(model.graph.opset_imports.items()))
     proto.graph.name = "node"
-    proto.graph.node.append(ir.serde.serialize_node(node))
+    proto.graph.node.append(generated.serialize_node(node))
     for name, array in inputs.items():
         element = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
         proto.graph.input.append(onnx.helper.make_tensor_value_info(name, element, array.shape))
     for value in outputs:
         shape = static_shape(value)
         proto.graph.output.append(onnx.helper.make_tensor_value_info(value.name or "", int(value.dtype or 0), shape))
-    for function in model.functions.values():
-        proto.functions.append(ir.serde.serialize_function(function))
+    proto.functions.extend(generated.other_functions(model))
     options = session_options(threads)
     if node.domain == KERNELS:
         options.register_custom_ops_library(str(kernels.library_path()))
+    if node.domain == GENERATED:
+        options.register_custom_ops_library(str(generated.library_path(model)))
     try:
         return ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # noqa: BLE001 - the runtime's exception types are private; the cause is chained

@@ -20,7 +20,7 @@ from ortgraph.graph import Names, Signature, TrainingGraph, replace_value
 from ortgraph.graph.edit import MODULE_KEY, SOURCE_KEY, take_type, trim_inputs
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.expand import can_expand, expand_composites, expand_node
-from ortgraph.ops.spec import COMPOSITE, CONTRIB
+from ortgraph.ops.spec import COMPOSITE, CONTRIB, GENERATED
 from ortgraph.runtime.program import MAX_IR_VERSION, needed_nodes
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def evaluation_form(graph: TrainingGraph) -> TrainingGraph:
         InputError: The graph was lowered without keeping the form, and draws random numbers or updates buffers.
     """
     stored = graph.model.metadata_props.get(METADATA_KEY)
-    if stored is not None and (graph.stage in _LOWERED or "precision" in graph.signature.metadata):
+    if stored is not None and (graph.stage in _LOWERED or "precision" in graph.signature.metadata or _is_fused(graph)):
         model = ir.from_proto(onnx.load_from_string(zlib.decompress(base64.b64decode(stored))))
         return TrainingGraph(model, values=graph.values)
     signature = graph.signature
@@ -65,6 +65,11 @@ def evaluation_form(graph: TrainingGraph) -> TrainingGraph:
     form.signature = _forward_signature(signature)
     _keep_outputs(g, {signature.loss, *signature.outputs})
     return form
+
+
+def _is_fused(graph: TrainingGraph) -> bool:
+    """Whether regions are kernels, which may hold dropout."""
+    return any(function.domain == GENERATED for function in graph.model.functions.values())
 
 
 def uses_batch_statistics(node: ir.Node) -> bool:

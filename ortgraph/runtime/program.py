@@ -17,8 +17,8 @@ import onnx_ir as ir
 from ortgraph.analysis.liveness import values_read
 from ortgraph.errors import BatchError, PlanError, RuntimeSetupError
 from ortgraph.graph import TrainingGraph, static_shape
-from ortgraph.ops import kernels
-from ortgraph.ops.spec import KERNELS
+from ortgraph.ops import generated, kernels
+from ortgraph.ops.spec import GENERATED, KERNELS
 from ortgraph.plan.memory.placement import Placement, place_values, stored_plan
 from ortgraph.plan.schedule import order_updates
 from ortgraph.plan.stored_budget import stored_budget, warn_if_over
@@ -202,6 +202,8 @@ class Program:
         options = session_options(threads, profile_prefix)
         if any(node.domain == KERNELS for node in self.order):
             options.register_custom_ops_library(str(kernels.library_path()))
+        if any(node.domain == GENERATED for node in self.order):
+            options.register_custom_ops_library(str(generated.library_path(graph.model)))
         with tempfile.TemporaryDirectory() as folder:
             options.optimized_model_filepath = str(pathlib.Path(folder, "seen.onnx"))
             try:
@@ -369,7 +371,7 @@ def program_model(
     graph = proto.graph
     graph.name = model.graph.name or "program"
     for node in order:
-        graph.node.append(ir.serde.serialize_node(node))
+        graph.node.append(generated.serialize_node(node))
         del graph.node[-1].metadata_props[:]
     graph.input.extend(_value_info(v) for v in inputs)
     graph.output.extend(_value_info(v) for v in outputs)
@@ -379,8 +381,7 @@ def program_model(
             tensor = ir.serde.serialize_tensor(value.const_value)
             tensor.name = value.name or ""
             graph.initializer.append(tensor)
-    for function in model.functions.values():
-        proto.functions.append(ir.serde.serialize_function(function))
+    proto.functions.extend(generated.other_functions(model))
     return proto
 
 

@@ -21,7 +21,7 @@ from ortgraph.ops.alternatives import (
     load_table,
 )
 from ortgraph.ops.builder import Builder
-from ortgraph.ops.spec import COMPOSITE, spec_of
+from ortgraph.ops.spec import COMPOSITE, GENERATED, spec_of
 from ortgraph.ops.targets import TARGETS, TRAINING, low_reason, reason_not_run
 from ortgraph.passes.precision.legalize_precision import legalize
 from ortgraph.runtime.inference_export import keep_evaluation_form
@@ -76,6 +76,8 @@ class Lower(GraphPass):
         while todo:
             node = todo.pop()
             reason = reason_not_run(node, self.target, opset)
+            if node.domain == GENERATED and (not self.kernels or self.prefer == "expansion"):
+                reason = "kernels are switched off"
             if reason is None and not has_choice(node):
                 continue
             made = self._replace(node, table, names, reason, changes)

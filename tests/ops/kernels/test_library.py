@@ -59,17 +59,17 @@ def test_the_key_follows_sources_flags_and_processor(monkeypatch):
         compiler = library.find_compiler()
     except RuntimeSetupError as error:
         pytest.skip(str(error))
-    base = library._key(compiler, ("-O3",), library.sources())
+    base = library.content_key(compiler, ("-O3",), library.sources())
     assert (
         base
-        == library._key(compiler, ("-O3",), library.sources())
-        != library._key(compiler, ("-O2",), library.sources())
+        == library.content_key(compiler, ("-O3",), library.sources())
+        != library.content_key(compiler, ("-O2",), library.sources())
     )
     monkeypatch.setattr(library, "_processor", lambda: ("another",))
-    assert library._key(compiler, ("-O3",), library.sources()) != base
+    assert library.content_key(compiler, ("-O3",), library.sources()) != base
     monkeypatch.undo()
     monkeypatch.setattr(library, "sources", lambda: [pathlib.Path(__file__)])
-    assert library._key(compiler, ("-O3",), library.sources()) != base
+    assert library.content_key(compiler, ("-O3",), library.sources()) != base
 
 
 def test_a_built_library_is_found_again(monkeypatch):

@@ -1,0 +1,118 @@
+"""Compiles generated kernels: each kernel once, cached by content, and one library for the kernels of a graph."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import hashlib
+import logging
+import os
+import pathlib
+import tempfile
+from collections.abc import Sequence
+
+from ortgraph.errors import RuntimeSetupError
+from ortgraph.ops.generated.bodies import body_of
+from ortgraph.ops.generated.operators import read_region
+from ortgraph.ops.generated.source import Writer
+from ortgraph.ops.kernels import library
+
+logger = logging.getLogger(__name__)
+_HERE = pathlib.Path(__file__).parent
+_KERNELS = pathlib.Path(library.__file__).parent
+_LIBRARY = "libortgraph_generated.so"
+_ENTRY = """#include "kernel.h"
+
+namespace ortgraph {{
+{declarations}
+}}  // namespace ortgraph
+
+extern "C" __attribute__((visibility("default"))) ortgraph::Status* RegisterCustomOps(
+    ortgraph::SessionOptions* options, const ortgraph::ApiBase* base) {{
+  using namespace ortgraph;
+  static const Definitions definitions = [] {{
+    Definitions made;
+{calls}
+    return made;
+  }}();
+  return register_operators(options, base, "ortgraph.generated", definitions);
+}}
+"""
+
+
+def kernel_source(name: str) -> str:
+    """C++ of a generated operator whose body is known."""
+    body = body_of(name)
+    if body is None:
+        raise RuntimeSetupError(f"the body of {name} is not known", "load the model that holds its function first")
+    return Writer(name, read_region(body)).text()
+
+
+@functools.lru_cache(maxsize=64)
+def build(names: tuple[str, ...]) -> pathlib.Path:
+    """The library with these operators; compiles what the cache lacks.
+
+    Raises:
+        RuntimeSetupError: No compiler, a compiler error, or a cache folder that cannot be written.
+    """
+    compiler = library.find_compiler()
+    units = {name: kernel_source(name) for name in names}
+    units["entry"] = _ENTRY.format(
+        declarations="\n".join(f"void add_{n}(Definitions& to);" for n in names),
+        calls="\n".join(f"    add_{n}(made);" for n in names),
+    )
+    units["glue"] = (_KERNELS / "glue.cpp").read_text(encoding="utf-8")
+    root = library.cache_folder().parent / "generated" / _environment_key(compiler)
+    key = hashlib.sha256("\0".join(units.values()).encode()).hexdigest()[:24]
+    target = root / key / _LIBRARY
+    if target.is_file():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        objects = _objects(compiler, root / "objects", units)
+        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+            fresh = pathlib.Path(scratch, _LIBRARY)
+            library.call(compiler, "-shared", *library.link_flags(), *map(str, objects), "-o", str(fresh))
+            os.replace(fresh, target)
+    except OSError as error:
+        raise RuntimeSetupError(
+            f"generated kernels cannot be written to {root}: {error}", "set ORTGRAPH_CACHE_DIR to a writable folder"
+        ) from error
+    return target
+
+
+def _flags() -> tuple[str, ...]:
+    return (*(f if f != "-O3" else "-O2" for f in library.flags()), f"-I{_HERE}", f"-I{_KERNELS}")
+
+
+def _environment_key(compiler: str) -> str:
+    headers = sorted([*_HERE.glob("*.h"), *_KERNELS.glob("*.h")])
+    return library.content_key(compiler, _flags(), headers)
+
+
+def _objects(compiler: str, folder: pathlib.Path, units: dict[str, str]) -> list[pathlib.Path]:
+    """One object per unit, those that are missing compiled in parallel."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = {
+        name: folder / f"{name}_{hashlib.sha256(text.encode()).hexdigest()[:16]}.o" for name, text in units.items()
+    }
+    missing = [name for name, path in paths.items() if not path.is_file()]
+    logger.info("compiling %d of %d generated kernels with %s", len(missing), len(units), compiler)
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        jobs = [pool.submit(_compile, compiler, units[name], paths[name]) for name in missing]
+        for job in jobs:
+            job.result()
+    return list(paths.values())
+
+
+def _compile(compiler: str, text: str, target: pathlib.Path) -> None:
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        unit, made = pathlib.Path(scratch, "unit.cpp"), pathlib.Path(scratch, "unit.o")
+        unit.write_text(text, encoding="utf-8")
+        library.call(compiler, *_flags(), "-c", str(unit), "-o", str(made))
+        os.replace(made, target)
+
+
+def sources_of(names: Sequence[str]) -> str:
+    """C++ of several operators, for reading."""
+    return "\n".join(kernel_source(name) for name in names)

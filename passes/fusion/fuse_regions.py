@@ -1,0 +1,161 @@
+"""FuseRegions: element-wise and row-wise neighbours become one generated kernel each."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import onnx_ir as ir
+
+from ortgraph.analysis.liveness import values_read
+from ortgraph.graph import Names, TrainingGraph, replace_value
+from ortgraph.graph.edit import is_used, take_type
+from ortgraph.manager.base import Changes, GraphPass, Refusal
+from ortgraph.ops import generated
+from ortgraph.ops.builder import Builder
+from ortgraph.ops.generated.bodies import BodyMaker, is_view
+from ortgraph.passes.fusion.regions import Regions, bytes_of
+from ortgraph.runtime.inference_export import keep_evaluation_form
+
+
+@dataclasses.dataclass(frozen=True)
+class FuseRegions(GraphPass):
+    """A region of element-wise, broadcasting and last-axis operators becomes one node ``ortgraph.generated.Fused_<hash>``.
+
+    The node's meaning is a local function of the model that holds the region's own operators; it is compiled to a kernel
+    when a session is made. Regions grow along the values that then need not go through memory, the largest first. Rows
+    stay whole: sums over the last dimension are kept in registers, sums over all other dimensions are made on the way.
+    A mask of Dropout that the backward half needs is drawn again. Layers that are alike share one kernel.
+
+    Refuses when:
+        a node has no expression, other element types than float32, bfloat16, float16 and bool, or unknown dimensions;
+        a path leaves the region and comes back; an operand repeats along rows and is made in the region;
+        the nodes are needed by different programs (loss, gradients, update);
+        there is no C++ compiler.
+
+    Attributes:
+        kernels: Whether kernels may be generated.
+    """
+
+    name: ClassVar[str] = "fuse-regions"
+    stages: ClassVar[tuple[str, ...]] = ("captured", "optimized", "cast", "stepped")
+
+    kernels: bool = True
+
+    def run(self, graph: TrainingGraph) -> Changes:
+        changes = Changes()
+        if not self.kernels:
+            changes.refusals.append(Refusal("", "generated kernels are switched off (kernels=false)"))
+            return changes
+        if not generated.available():
+            changes.refusals.append(Refusal("", f"kernels cannot be generated: {generated.reason()}"))
+            return changes
+        regions = Regions(graph)
+        groups = regions.grow()
+        if groups and graph.has_signature:
+            keep_evaluation_form(graph)  # why here: afterwards dropout is inside of kernels
+        redrawn = {node for group in groups for node in group if regions.redraws(node)}
+        made = [(group, _Made.of(group, regions, redrawn)) for group in groups]
+        names, new_of = Names(graph.graph), dict[ir.Value, ir.Value]()
+        for group, region in made:
+            self._replace(graph, group, region, names, new_of, changes)
+        _remove(graph.graph, [node for group, _ in made for node in group])
+        if changes.counts:
+            _sort(graph.graph)
+        changes.refusals += _left(regions, groups)
+        return changes
+
+    def _replace(
+        self,
+        graph: TrainingGraph,
+        group: Sequence[ir.Node],
+        region: _Made,
+        names: Names,
+        new_of: dict[ir.Value, ir.Value],
+        changes: Changes,
+    ) -> None:
+        graph.model.functions.setdefault(region.function.identifier(), region.function)
+        generated.adopt(graph.model)
+        build = Builder(graph.graph, self.name, before=group[-1], origins=group[::-1], names=names)
+        inputs = [new_of.get(v, v) for v in region.inputs]
+        results = build.multi(
+            region.function.name, *inputs, outputs=len(region.outputs), domain=generated.DOMAIN, **region.attributes
+        )
+        for old, new in zip(region.outputs, results, strict=True):
+            take_type(new, old)
+            replace_value(old, new)
+            new_of[old] = new
+        changes.counts["regions"] += 1
+        changes.counts["nodes"] += len(group)
+        held = Counter(n.op_type for n in group)
+        saved = sum(bytes_of(o) for n in group for o in n.outputs if o.name and o not in region.outputs)
+        text = ", ".join(f"{name} x{count}" if count > 1 else name for name, count in sorted(held.items()))
+        made = results[0].producer()
+        assert made is not None
+        changes.refusals.append(Refusal(made.name or "", f"fused {text}: {saved} bytes are not written"))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Made:
+    """The body of a group, and what it reads and gives in the graph."""
+
+    function: ir.Function
+    inputs: Sequence[ir.Value]
+    outputs: Sequence[ir.Value]
+    attributes: Mapping[str, Any]
+
+    @staticmethod
+    def of(group: Sequence[ir.Node], regions: Regions, redrawn: set[ir.Node]) -> _Made:
+        outputs = regions.outputs(group, redrawn)
+        maker = BodyMaker(group, regions.origin)
+        return _Made(maker.build(outputs), maker.inputs, outputs, maker.attributes)
+
+
+def _remove(graph: ir.Graph, nodes: Sequence[ir.Node]) -> None:
+    """Take nodes that read each other out of their graph, and the views that only they read."""
+    for node in nodes:
+        for position in range(len(node.inputs)):
+            node.replace_input_with(position, None)
+    for node in reversed(list(graph)):
+        if is_view(node) and not is_used(node.outputs[0]):
+            graph.remove(node, safe=True)
+    graph.remove(nodes, safe=True)
+
+
+def _sort(graph: ir.Graph) -> None:
+    """Every node behind what it reads, otherwise in the order in which they stand."""
+    nodes = list(graph)
+    index = {node: i for i, node in enumerate(nodes)}
+    readers: dict[ir.Node, list[ir.Node]] = {node: [] for node in nodes}
+    waits = dict.fromkeys(nodes, 0)
+    for node in nodes:
+        for producer in {p for v in values_read(node) if (p := v.producer()) is not None and p in index}:
+            readers[producer].append(node)
+            waits[node] += 1
+    ready = [index[node] for node in nodes if not waits[node]]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        node = nodes[heapq.heappop(ready)]
+        order.append(node)
+        for reader in readers[node]:
+            waits[reader] -= 1
+            if not waits[reader]:
+                heapq.heappush(ready, index[reader])
+    assert len(order) == len(nodes), "a region made a circle"
+    if order != nodes:
+        graph.remove(order)
+        graph.extend(order)
+
+
+def _left(regions: Regions, groups: Sequence[Sequence[ir.Node]]) -> list[Refusal]:
+    """Why nodes stayed alone, for those that could be in a region."""
+    inside = {node for group in groups for node in group}
+    return [
+        Refusal(node.name or "", f"{node.op_type}: no neighbour to fuse with")
+        for node in regions.nodes
+        if node in regions.forms and node not in inside and node.graph is not None
+    ]
