@@ -12,7 +12,7 @@ import argparse
 import json
 import time
 
-from bench.step import machine
+from bench.processes import machine
 from bench.workloads import bert
 
 

@@ -1,64 +1,163 @@
-"""One side of a comparison in a process of its own: reads ``run N`` lines, answers with N step times in seconds."""
+"""One side of a comparison in a process of its own.
+
+Started with one argument, a Side as JSON. It answers ``ready`` or ``{"error": ...}``, then reads lines: ``run N`` is
+answered with N step times in seconds, ``profile N`` with the times of operators over N steps, ``work`` with the matrix
+products of the captured graph and their number.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
+from typing import Any
 
-from bench.workloads import WORKLOADS
+from bench.workloads import build
 
 LEARNING_RATE = 1e-4
+WARM_UP = 3
 
 
-def torch_step(workload: str, attention: str, compiled: bool, threads: int) -> Callable[[], None]:
-    """PyTorch's full step: forward, backward, AdamW(fused=True)."""
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """What one process runs.
+
+    Attributes:
+        kind: ``ortgraph``, ``gradients`` (ortgraph without an update), ``raw`` and ``raw-gradients`` (the captured
+            graph in ONNX Runtime), ``eager`` or ``compile`` (PyTorch).
+        workload: A name of ``bench.workloads`` or ``file.py:function``.
+        attention: Attention implementation; empty where there is no choice.
+        precision: ``fp32`` or ``bf16``.
+        threads: Threads of one operator.
+        level: Preset of ortgraph.
+    """
+
+    kind: str
+    workload: str
+    attention: str = ""
+    precision: str = "fp32"
+    threads: int = 2
+    level: str = "O2"
+
+
+@dataclasses.dataclass(frozen=True)
+class Runner:
+    """A step, and what else is asked about it.
+
+    Attributes:
+        step: Runs one step.
+        profile: Rows of ``bench.profile_groups.OperatorTime`` as dicts, over a number of steps.
+        work: (batch, rows, inner, columns, count) of every matrix product before anything was optimized.
+    """
+
+    step: Callable[[], Any]
+    profile: Callable[[int], list[dict[str, Any]]] | None = None
+    work: tuple[tuple[int, ...], ...] = ()
+
+
+def feeds(made: dict[str, Any]) -> dict[str, Any]:
+    """The batch as arrays by the names of the graph's inputs."""
+    from ortgraph.capture.torch_batch import read_batch
+    from ortgraph.capture.torch_module import is_criterion
+
+    loss = made.get("loss")
+    read = read_batch(made["module"], made["batch"], is_criterion(loss), has_loss=callable(loss))
+    return {name: tensor.numpy() for name, tensor in zip(read.names, read.tensors, strict=True)}
+
+
+def captured(side: Side) -> tuple[Any, dict[str, Any]]:
+    """The captured graph and the batch."""
+    import ortgraph
+
+    made = build(side.workload, side.attention)
+    return ortgraph.capture(made["module"], made["batch"], loss=made.get("loss")), feeds(made)
+
+
+def torch_loss(made: dict[str, Any], compiled: bool) -> Callable[[], Any]:
+    """The forward pass, loss included."""
     import torch
 
-    torch.set_num_threads(threads)
-    made = WORKLOADS[workload](attention=attention)
-    module, batch = made["module"], made["batch"]
+    module, batch, loss = made["module"], made["batch"], made.get("loss")
     forward = torch.compile(module) if compiled else module
-    optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, fused=True)
+    if loss is None and isinstance(batch, dict):
+        return lambda: forward(**batch).loss
+    from ortgraph.capture.torch_batch import read_batch
+    from ortgraph.capture.torch_module import Results, TracedStep, is_criterion
+
+    read = read_batch(module, batch, is_criterion(loss), has_loss=callable(loss))
+    step = TracedStep(forward, read, loss, (), Results())
+    return lambda: step(*read.tensors)[0]
+
+
+def torch_runner(side: Side) -> Runner:
+    """PyTorch's full step: forward, backward, AdamW(fused=True); bf16 by autocast."""
+    import torch
+
+    from bench.torch_profile import profile_torch
+
+    torch.set_num_threads(side.threads)
+    if side.kind == "compile":
+        import torch._inductor.config as inductor
+
+        inductor.cpp.enable_kernel_profile = os.environ.get("BENCH_KERNEL_PROFILE") == "1"
+    made = build(side.workload, side.attention)
+    forward = torch_loss(made, side.kind == "compile")
+    optimizer = torch.optim.AdamW(made["module"].parameters(), lr=LEARNING_RATE, fused=True)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
-        forward(**batch).loss.backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=side.precision == "bf16"):
+            loss = forward()
+        loss.backward()
         optimizer.step()
 
-    return step
+    return Runner(step, lambda steps: profile_torch(step, steps))
 
 
-def ortgraph_step(workload: str, attention: str, level: str, threads: int) -> Callable[[], None]:
-    """Our full step on onnxruntime-training."""
+def precision_options(side: Side) -> dict[str, Any]:
+    return {} if side.precision == "fp32" else {"precision": side.precision}
+
+
+def ortgraph_runner(side: Side) -> Runner:
+    """Our full step."""
     import ortgraph
+    from bench.matrix_work import matrix_work
+    from bench.profile_groups import graph_times
 
-    made = WORKLOADS[workload](attention=attention)
-    graph = ortgraph.capture(made["module"], made["batch"])
-    result = ortgraph.optimize(graph, level, optimizer=ortgraph.optim.AdamW(lr=LEARNING_RATE))
-    session = ortgraph.TrainingSession(result.graph, threads=threads)
-    batch = {k: v.numpy() for k, v in made["batch"].items()}
-    return lambda: session.step(batch)
+    graph, batch = captured(side)
+    work = tuple((*dataclasses.astuple(p), n) for p, n in matrix_work(graph).items())
+    optimizer = ortgraph.optim.AdamW(lr=LEARNING_RATE)
+    result = ortgraph.optimize(graph, side.level, optimizer=optimizer, **precision_options(side))
+    del graph
+    session = ortgraph.TrainingSession(result.graph, threads=side.threads)
+
+    def profile(steps: int) -> list[dict[str, Any]]:
+        times = session.profile(batch, "step", steps)
+        return [dataclasses.asdict(t) for t in graph_times(times, session.program("step", batch).order)]
+
+    return Runner(lambda: session.step(batch), profile, work)
 
 
-def ortgraph_gradients(workload: str, attention: str, level: str, threads: int) -> Callable[[], None]:
+def gradients_runner(side: Side) -> Runner:
     """Our forward and backward without an update, gradients left in the arena."""
     import ortgraph
 
-    made = WORKLOADS[workload](attention=attention)
-    result = ortgraph.optimize(ortgraph.capture(made["module"], made["batch"]), level)
-    session = ortgraph.TrainingSession(result.graph, threads=threads)
-    session.gradients({k: v.numpy() for k, v in made["batch"].items()})
+    graph, batch = captured(side)
+    result = ortgraph.optimize(graph, side.level, **precision_options(side))
+    session = ortgraph.TrainingSession(result.graph, threads=side.threads)
+    session.gradients(batch)
     (program,) = (p for p in session.programs if p.name == "gradients")
-    return program.run
+    return Runner(program.run)
 
 
-def raw_step(workload: str, attention: str, threads: int, update: bool) -> Callable[[], None]:
+def raw_runner(side: Side) -> Runner:
     """The captured joint graph, composites expanded, with all of ONNX Runtime's own optimizations on.
 
-    With ``update`` AdamW is part of the graph, as standard operators.
+    AdamW is part of the graph, as standard operators, but for ``raw-gradients``.
     """
     import numpy as np
     import onnx_ir as ir
@@ -68,32 +167,34 @@ def raw_step(workload: str, attention: str, threads: int, update: bool) -> Calla
     from ortgraph.ops.expand import expand_composites
     from ortgraph.optim.attach import attach
 
-    made = WORKLOADS[workload](attention=attention)
-    graph = ortgraph.capture(made["module"], made["batch"])
+    if side.precision != "fp32":
+        raise ValueError("ONNX Runtime's CPU provider computes in float32")
+    update = side.kind == "raw"
+    graph, feed = captured(side)
     if update:
         attach(graph, ortgraph.optim.AdamW(lr=LEARNING_RATE))
     expand_composites(graph)
     signature = graph.signature
     options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
+    options.intra_op_num_threads = side.threads
     options.log_severity_level = 3
     session = ort.InferenceSession(
         ir.to_proto(graph.model).SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
     binding = session.io_binding()
-    feeds = {k: v.numpy() for k, v in made["batch"].items()}
-    feeds.update({k: np.ascontiguousarray(v) for k, v in graph.values.items()})
-    feeds.update({k: np.asarray(v, np.float32) for k, v in signature.scalars.items()})
+    feed.update({k: np.ascontiguousarray(v) for k, v in graph.values.items()})
+    feed.update({k: np.asarray(v, np.float32) for k, v in signature.scalars.items()})
     if signature.loss_gradient:
-        feeds[signature.loss_gradient] = np.ones((), np.float32)
+        feed[signature.loss_gradient] = np.ones((), np.float32)
     for value in graph.graph.inputs:
-        if value.name not in feeds:
-            feeds[value.name] = np.zeros(tuple(value.shape), value.dtype.numpy())
-    held = {i.name: ort.OrtValue.ortvalue_from_numpy(feeds[i.name].copy()) for i in session.get_inputs()}
+        if value.name not in feed:
+            feed[value.name] = np.zeros(tuple(value.shape), value.dtype.numpy())
+    held = {i.name: ort.OrtValue.ortvalue_from_numpy(feed[i.name].copy()) for i in session.get_inputs()}
     for name, value in held.items():
         binding.bind_ortvalue_input(name, value)
     pairs = list(signature.pairs())
-    spare = {target: ort.OrtValue.ortvalue_from_numpy(feeds[source].copy()) for source, target in pairs}
+    spare = {target: ort.OrtValue.ortvalue_from_numpy(feed[source].copy()) for source, target in pairs}
     binding.bind_output(signature.loss)
     for name in () if update else signature.gradients.values():
         binding.bind_output(name)
@@ -107,36 +208,59 @@ def raw_step(workload: str, attention: str, threads: int, update: bool) -> Calla
             binding.bind_ortvalue_input(source, held[source])
             binding.bind_ortvalue_output(target, spare[target])
 
-    return step
+    return Runner(step)
 
 
-def make(side: str, workload: str, attention: str, threads: int) -> Callable[[], None]:
-    if side == "eager":
-        return torch_step(workload, attention, False, threads)
-    if side == "compile":
-        return torch_step(workload, attention, True, threads)
-    if side in ("raw", "raw-gradients"):
-        return raw_step(workload, attention, threads, update=side == "raw")
-    if side.startswith("gradients-"):
-        return ortgraph_gradients(workload, attention, side.removeprefix("gradients-"), threads)
-    return ortgraph_step(workload, attention, side.removeprefix("ortgraph-"), threads)
+MAKERS: dict[str, Callable[[Side], Runner]] = {
+    "eager": torch_runner,
+    "compile": torch_runner,
+    "raw": raw_runner,
+    "raw-gradients": raw_runner,
+    "gradients": gradients_runner,
+    "ortgraph": ortgraph_runner,
+}
+
+
+def time_steps(step: Callable[[], Any], steps: int) -> list[float]:
+    times = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - started)
+    return times
+
+
+def answer(runner: Runner, command: str) -> Any:
+    """The answer to one line.
+
+    Raises:
+        ValueError: The side has no profile.
+    """
+    word, *count = command.split()
+    if word == "work":
+        return runner.work
+    if word == "run":
+        return time_steps(runner.step, int(count[0]))
+    if runner.profile is None:
+        raise ValueError("this side has no profile")
+    return runner.profile(int(count[0]))
 
 
 def main() -> None:
-    side, workload, attention, threads = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries that print do not disturb the answers
-    step = make(side, workload, attention, threads)
-    for _ in range(3):
-        step()
+    side = Side(**json.loads(sys.argv[1]))
+    try:
+        runner = MAKERS[side.kind](side)
+        time_steps(runner.step, WARM_UP)
+    except Exception as error:  # noqa: BLE001 - whatever it is becomes a row of the report
+        traceback.print_exc()
+        text = f"{type(error).__name__}: {error}"
+        print(json.dumps({"error": " ".join(text.split())[:300]}), file=answers, flush=True)
+        return
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
-        times = []
-        for _ in range(int(line.split()[1])):
-            started = time.perf_counter()
-            step()
-            times.append(time.perf_counter() - started)
-        print(json.dumps(times), file=answers, flush=True)
+        print(json.dumps(answer(runner, line)), file=answers, flush=True)
 
 
 if __name__ == "__main__":
