@@ -156,7 +156,7 @@ def _scaled(optimizer: Any, loss_scale: Any) -> Any:
 
     if optimizer is None:
         raise InputError("a loss scale belongs to an optimizer, and none is given", "optimizer=ortgraph.optim.AdamW()")
-    found = parse(optimizer) if isinstance(optimizer, str) else optimizer
+    found: Any = parse(optimizer) if isinstance(optimizer, str) else optimizer
     return dataclasses.replace(found, loss_scale=loss_scale)
 
 

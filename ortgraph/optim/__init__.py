@@ -1,4 +1,9 @@
-"""Optimizers that become part of the graph, and learning-rate schedules."""
+"""Optimizers that become part of the graph, learning-rate schedules, and two optimizers for PyTorch scripts."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from ortgraph.errors import InputError
 from ortgraph.optim import schedules
@@ -8,6 +13,11 @@ from ortgraph.optim.lamb import LAMB
 from ortgraph.optim.loss_scale import LossScale
 from ortgraph.optim.sgd import SGD
 
+if TYPE_CHECKING:
+    from ortgraph.optim.fp16_optimizer import FP16_Optimizer
+    from ortgraph.optim.fused_adam import FusedAdam
+
+_FOR_SCRIPTS = {"FusedAdam": "fused_adam", "FP16_Optimizer": "fp16_optimizer"}  # need PyTorch: imported on use
 BY_TEXT: dict[str, type[Optimizer]] = {cls.TEXT: cls for cls in (AdamW, LAMB, SGD)}
 
 
@@ -23,4 +33,12 @@ def parse(text: str) -> Optimizer:
     return cls.parse(text)
 
 
-__all__ = ["LAMB", "SGD", "AdamW", "Group", "LossScale", "Optimizer", "parse", "schedules"]
+def __getattr__(name: str) -> Any:
+    if name in _FOR_SCRIPTS:
+        return getattr(importlib.import_module(f"ortgraph.optim.{_FOR_SCRIPTS[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = [
+    "LAMB", "SGD", "AdamW", "FP16_Optimizer", "FusedAdam", "Group", "LossScale", "Optimizer", "parse", "schedules",
+]  # fmt: skip

@@ -126,7 +126,8 @@ class Optimizer:
         object.__setattr__(self, "no_decay", no_decay)
         object.__setattr__(self, "groups", tuple(Group(**g) if isinstance(g, Mapping) else g for g in self.groups))
         object.__setattr__(self, "loss_scale", LossScale.of(self.loss_scale))
-        for where in (self, *self.groups):
+        parts: tuple[Optimizer | Group, ...] = (self, *self.groups)
+        for where in parts:
             self._check_numbers(where)
         self._check()
 
@@ -173,7 +174,8 @@ class Optimizer:
         entries = _split(found["inside"] or "")
         groups = [e for e in entries if e.startswith("group(") and e.endswith(")")]
         values = _read([e for e in entries if e not in groups], cls, text)
-        return cls(**values, groups=tuple(Group(**_read(_split(g[6:-1]), Group, text)) for g in groups))
+        made: Any = cls  # a dataclass, which the base is not
+        return made(**values, groups=tuple(Group(**_read(_split(g[6:-1]), Group, text)) for g in groups))
 
 
 def name_of(text: str) -> str:
