@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import onnx_ir as ir
 
 from ortgraph.errors import InputError
+from ortgraph.ops.attention import score_count
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.kernels.table import BY_OPERATOR
 from ortgraph.ops.runtime_forms import RUNTIME_FORMS, STANDARD_FORMS
@@ -97,7 +98,10 @@ def variant(node: ir.Node) -> str:
 
 
 def elements(node: ir.Node) -> int:
-    """Elements of the node's largest input or output; an unknown dimension counts as UNKNOWN_DIMENSION."""
+    """Elements of the node's largest input or output, for attention its scores; an unknown dimension counts as
+    UNKNOWN_DIMENSION."""
+    if node.op_type in ("Attention", "AttentionGrad"):
+        return max(score_count(node, UNKNOWN_DIMENSION), 1)
     return max((_count(v) for v in (*node.inputs, *node.outputs) if v is not None), default=1)
 
 

@@ -99,6 +99,16 @@ def _heads(large: int) -> tuple[Shape, ...]:
     return ((8, 128, 8, 64) if large else (2, 16, 2, 16),)
 
 
+def _attention(count: int) -> Callable[[int], tuple[Shape, ...]]:
+    """``count`` inputs of [batch, heads, rows, width]; for the gradient LogSumExp too."""
+
+    def shapes(large: int) -> tuple[Shape, ...]:
+        x = (8, 4, 128, 64) if large else (2, 2, 16, 16)
+        return (*(x,) * count, *((x[:3],) if count == 5 else ()))
+
+    return shapes
+
+
 def _embedding(large: int) -> tuple[Shape, ...]:
     return ((1024, 256), (1024,)) if large else ((32, 64), (32,))
 
@@ -116,6 +126,8 @@ CASES: tuple[Case, ...] = (
     *(Case(op, _same(2)) for op in ("SiluGrad", "ReluGrad", "TanhGrad", "SigmoidGrad")),
     *(Case(op, _scores(2), attributes={"axis": -1}) for op in ("SoftmaxGrad", "LogSoftmaxGrad")),
     Case("LayerNormGrad", _norm, 3, {"axis": -1}),
+    Case("Attention", _attention(3), 1, {"scale": 0.125}),
+    Case("AttentionGrad", _attention(5), 3, {"scale": 0.125}),
     Case("BatchNormGrad", _batch_norm, 3),
     Case("CrossEntropy", _loss, 3, {"reduction": "mean", "ignore_index": -100}, {1: 60}),
     Case("CrossEntropyGrad", _loss_grad, 1, {"reduction": "mean", "ignore_index": -100}, {2: 60}),

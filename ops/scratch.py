@@ -38,7 +38,7 @@ def scratch_bytes(node: ir.Node, threads: int = 2) -> int:
         return importlib.import_module("ortgraph.ops.generated").scratch_bytes(node, threads)
     if node.domain == KERNELS:
         entry = TABLE.get(base_name(node.op_type))
-        return entry.scratch(node) if entry is not None else 0
+        return entry.scratch(node) + threads * entry.thread_scratch(node) if entry is not None else 0
     rule = _RULES.get(("" if node.domain == "ai.onnx" else node.domain, node.op_type))
     return rule(node, threads) if rule is not None else 0
 

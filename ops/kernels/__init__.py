@@ -112,6 +112,12 @@ def _form_differs(entry: KernelEntry, node: ir.Node) -> str | None:
         leading = rank is not None and axes is not None and sorted(a % rank for a in axes) == list(range(rank - 1))
         if rank is None or rank < 2 or not leading:
             return "the kernel sums over all dimensions but the last"
+    if entry.name in ("Attention", "AttentionGrad"):
+        precision = node.attributes.get("precision")
+        if precision is not None and precision.as_string() == "fp16":
+            return "the kernel rounds to bf16, not to fp16"
+        if any(v is None or v.shape is None or len(v.shape) != 4 for v in node.inputs[:3]):
+            return "the kernel takes heads of four dimensions only"
     if entry.name in _MATRIX:
         scores = node.inputs[_MATRIX[entry.name]]
         if scores is None or scores.shape is None or len(scores.shape) != 2:

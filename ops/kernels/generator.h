@@ -29,17 +29,21 @@ inline constexpr Columns kColumns;
 
 class Generator {
  public:
-  Generator(const Tensor& key, const Tensor& step, std::int64_t node) : start_(static_cast<std::uint64_t>(node) * kNode) {
+  Generator(const Tensor& key, const Tensor& step, std::int64_t node)
+      : start_(static_cast<std::uint64_t>(node) * kNode) {
     expect(key && key.shape.count() == 1 && step && step.shape.count() == 1, "Key and Step must have one element");
     seed_ = mix(static_cast<std::uint64_t>(*key.ints()) * kKey + static_cast<std::uint64_t>(*step.ints()) * kStep);
   }
 
   // The words of one row of 256 elements, as signed numbers.
-  void row(std::int64_t i, std::int32_t* words) const {
+  void row(std::int64_t i, std::int32_t* words) const { part(i, 0, kDraws, words); }
+
+  // words[j] of row i, for begin <= j < end.
+  void part(std::int64_t i, std::int64_t begin, std::int64_t end, std::int32_t* words) const {
     const std::uint64_t z = mix(seed_ + start_ + static_cast<std::uint64_t>(i) * kRow);
     const auto high = static_cast<std::uint32_t>(z >> 32);
     const std::uint32_t odd = (static_cast<std::uint32_t>(z) ^ high) | 1;
-    for (std::int64_t j = 0; j < kDraws; ++j) {
+    for (std::int64_t j = begin; j < end; ++j) {
       const std::uint32_t x = high * kColumns.value[j] + odd;
       words[j] = static_cast<std::int32_t>(x * x);
     }

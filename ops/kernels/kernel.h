@@ -142,6 +142,10 @@ class Scratch {
   ~Scratch() { std::free(data_); }
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
+  Scratch& operator=(Scratch&& other) noexcept {
+    std::swap(data_, other.data_);
+    return *this;
+  }
   T* data() const { return data_; }
   T& operator[](std::size_t i) const { return data_[i]; }
 
@@ -198,6 +202,8 @@ void add_variants(Definitions& to, const char* name, const std::vector<Port>& in
 
 // One per source file; library.cpp registers what they return.
 void add_activation(Definitions& to);
+void add_attention(Definitions& to);
+void add_attention_grad(Definitions& to);
 void add_embedding(Definitions& to);
 void add_loss(Definitions& to);
 void add_movement(Definitions& to);

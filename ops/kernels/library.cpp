@@ -7,6 +7,8 @@ extern "C" __attribute__((visibility("default"))) ortgraph::Status* RegisterCust
   static const Definitions definitions = [] {
     Definitions made;
     add_activation(made);
+    add_attention(made);
+    add_attention_grad(made);
     add_embedding(made);
     add_loss(made);
     add_movement(made);

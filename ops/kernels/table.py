@@ -11,6 +11,7 @@ from typing import Any
 import onnx_ir as ir
 
 from ortgraph.graph.edit import static_shape
+from ortgraph.ops.kernels import attention_scratch
 from ortgraph.ops.shapes import attribute
 from ortgraph.ops.spec import COMPOSITE
 
@@ -42,6 +43,7 @@ class KernelEntry:
             that of the groups in C++ (``low(0)``, ``low(1)``, ...). See ``variant_name``.
         half: Whether float16 is one of these types.
         scratch: Bytes that a run allocates, from a node with static shapes.
+        thread_scratch: Bytes that each thread needs beside, likewise.
         doc: One line: the equation.
     """
 
@@ -56,6 +58,7 @@ class KernelEntry:
     low: tuple[tuple[str, ...], ...] = ()
     half: bool = False
     scratch: Scratch = lambda node: 0
+    thread_scratch: Scratch = lambda node: 0
     doc: str = ""
 
     @property
@@ -192,6 +195,8 @@ _SKIP = frozenset({"Skip?"})
 _LOSS = ("reduction", "ignore_index")
 _STEP = frozenset({"Step"})
 _DRAW = frozenset({"Key", "Step"})
+_MAY_DRAW = frozenset({"Key?", "Step?"})
+_ATTENTION = ("scale", "is_causal", "layout", "precision", "ratio", "node")
 _MASK = frozenset({"Mask", "Mask?"})
 _TARGET = frozenset({"Target"})
 _BOTH = ((0, 0), (1, 0))
@@ -244,6 +249,17 @@ _ENTRIES = (
     KernelEntry(
         "EmbeddingGradAdd", ("dY", "Indices", "Addend"), ("Sum",), ("padding_idx",), ((2, 0),),
         integers=frozenset({"Indices"}), scratch=_sum_lookups, doc="Sum = Addend + EmbeddingGrad(dY, Indices)",
+    ),
+    _composite(
+        "Attention", ("Q", "K", "V", "Mask?", "Key?", "Step?"), ("Y?", "LogSumExp?"), _ATTENTION, ((0, 0),),
+        integers=_MAY_DRAW, low=(("Q", "K", "V", "Y?"), ("Mask?",)), thread_scratch=attention_scratch.forward,
+        doc="the composite in blocks of keys; probabilities are never in memory",
+    ),
+    _composite(
+        "AttentionGrad", ("dY", "Q", "K", "V", "Y", "LogSumExp", "Mask?", "Key?", "Step?"), ("dQ?", "dK?", "dV?"),
+        _ATTENTION, ((0, 0), (1, 0), (4, 0), (2, 1), (3, 2)), integers=_MAY_DRAW,
+        low=(("dY", "Q", "K", "V", "Y", "dQ?", "dK?", "dV?"), ("Mask?",)), thread_scratch=attention_scratch.backward,
+        doc="the composite; probabilities are made again from scores and LogSumExp",
     ),
     _composite("Gelu", ("X",), ("Y",), ("approximate",), ((0, 0),), doc="Y = X Phi(X)"),
     _composite("GeluGrad", ("dY", "X"), ("dX",), ("approximate",), _BOTH, doc="dX = dY (Phi(X) + X phi(X))"),

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from ortgraph.errors import UnsupportedError
+from ortgraph.ops.random import reference_mask
 
 
 def problem(batch, heads, rows, keys, width, out, seed=0):
@@ -100,3 +101,50 @@ def test_symbolic_shapes(operator_case):
     case.check([run_torch(qkv, None, False, 0.5)[0]])
     with pytest.raises(UnsupportedError, match="Attention"):
         operator_case("Attention", qkv, 1, scale=0.5, is_causal=1, shapes=shapes).expanded(np.float32)
+
+
+def turned(*arrays):
+    return [None if x is None else np.ascontiguousarray(x.swapaxes(1, 2)) for x in arrays]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_first(operator_case, causal):
+    """Heads as [B, S, H, D]: mask and LogSumExp stay as they are."""
+    qkv = problem(2, 3, 5, 7, 4, 6)
+    mask = np.where(np.random.default_rng(1).random((2, 1, 5, 7)) < 0.3, -np.inf, 0.0)
+    mask[..., 0] = 0.0
+    y, total, dy, *gradients = run_torch(qkv, mask, causal, 0.5)
+    attributes = {"is_causal": int(causal), "scale": 0.5, "layout": "bshd"}
+    operator_case("Attention", [*turned(*qkv), mask], 2, **attributes).check([*turned(y), total], rtol=2e-6)
+    inputs = [*turned(dy, *qkv, y), np.zeros(y.shape[:-1]), mask]
+    operator_case("AttentionGrad", inputs, 3, **attributes).check(turned(*gradients), rtol=5e-6)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_groups_of_query_heads_share_keys(operator_case, layout):
+    q, k, v = problem(2, 6, 5, 7, 4, 3)
+    k, v = k[:, :2], v[:, :2]
+    wide = [q, np.repeat(k, 3, 1), np.repeat(v, 3, 1)]
+    y, total, dy, dq, dk, dv = run_torch(wide, None, False, 0.5)
+    dk, dv = (x.reshape(2, 2, 3, *x.shape[2:]).sum(2) for x in (dk, dv))
+    lay = turned if layout == "bshd" else (lambda *arrays: list(arrays))
+    attributes = {"scale": 0.5, "layout": layout}
+    operator_case("Attention", lay(q, k, v), 2, **attributes).check([*lay(y), total], rtol=2e-6)
+    inputs = [*lay(dy, q, k, v, y), np.zeros(y.shape[:-1])]
+    operator_case("AttentionGrad", inputs, 3, **attributes).check(lay(dq, dk, dv), rtol=5e-6)
+
+
+def test_dropout_of_probabilities(operator_case):
+    q, k, v = (torch.tensor(x, requires_grad=True) for x in problem(2, 3, 9, 17, 4, 4))
+    keep = torch.tensor(reference_mask(5, 7, 3, (2, 3, 9, 17), 0.3) / 0.7)
+    p = torch.softmax(q @ k.mT * 0.5, -1)
+    y = (p * keep) @ v
+    dy = torch.tensor(np.random.default_rng(5).standard_normal(y.shape))
+    y.backward(dy)
+    given = [x.detach().numpy() for x in (q, k, v)]
+    draw = [np.array(5), np.array(7)]
+    attributes = {"scale": 0.5, "ratio": 0.3, "node": 3}
+    operator_case("Attention", [*given, None, *draw], 1, **attributes).check([y.detach().numpy()], rtol=2e-6)
+    inputs = [dy.numpy(), *given, y.detach().numpy(), np.zeros(y.shape[:-1]), None, *draw]
+    case = operator_case("AttentionGrad", inputs, 3, **attributes)
+    case.check([x.grad.numpy() for x in (q, k, v)], rtol=5e-6)

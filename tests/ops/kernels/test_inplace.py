@@ -40,6 +40,10 @@ def _norm(extra=()):
     return [_f(_ROWS, _WIDTH), x, mean, inv.astype(np.float32), _f(_WIDTH), *extra]
 
 
+def _heads(count):
+    return [_f(2, 4, 150, 24) for _ in range(count)]
+
+
 def _multi(states=2):
     result = [_LR, _STEP, None, None]
     for shape in ((40000,), (3, 5), (70001,)):
@@ -72,6 +76,8 @@ CASES = {
     "EmbeddingGradAdd": ([_f(_ROWS, _WIDTH), _indices(50, _ROWS), _f(_TABLE, _WIDTH)], 1, {"padding_idx": 4}),
     "BiasGelu": ([_f(_ROWS, _WIDTH), _f(_WIDTH)], 1, {}),
     "BiasGeluGrad": ([*_PAIR, _f(_WIDTH)], 2, {}),
+    "Attention": (_heads(3), 2, {"scale": 0.3}),
+    "AttentionGrad": ([*_heads(5), _f(2, 4, 150) + 5], 3, {"scale": 0.3}),
     "Gelu": (_PAIR[:1], 1, {"approximate": "tanh"}),
     "Silu": (_PAIR[:1], 1, {}),
     "LayerNorm": ([_f(_ROWS, _WIDTH), _f(_WIDTH), _f(_WIDTH)], 3, {}),
