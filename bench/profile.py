@@ -4,7 +4,7 @@
                             [--steps 10] [--top 12] [--json out.json]
 
 A workload is a name of ``bench.workloads`` or ``file.py:function``. Every side runs alone, in a process of its own,
-PyTorch at its best setting (see ``bench.step``). Steps are timed without a profiler first, with it afterwards:
+PyTorch at its best setting (see ``bench.step``). Steps are timed without a profiler too, before and after it:
 ``overhead`` is the plain step less the sum of all operators (profiling slows small operators down, so it can be
 negative). Rates count matrix products and convolutions as they stand in the profiled program. Inductor's fused
 kernels count with the dearest function in their name, and its ``element-wise`` is whatever has no other.
@@ -16,7 +16,6 @@ import argparse
 import dataclasses
 import json
 import pathlib
-import statistics
 import tempfile
 from collections.abc import Sequence
 from typing import Any
@@ -35,12 +34,13 @@ def profile_side(side: Side, steps: int, preload: str | None, lock: str | None =
         with alone(lock):
             worker.run(steps)
             rows = worker.ask(f"profile {steps}")
+            worker.run(steps)
     finally:
         worker.close()
     entry: dict[str, Any] = {**dataclasses.asdict(side)}
     if worker.error or rows is None:
         return {**entry, "error": worker.error}
-    step_ms = 1e3 * statistics.median(worker.rounds)
+    step_ms = 1e3 * min(worker.rounds)
     operators = [OperatorTime(**r) for r in rows]
     return {**entry, "step_ms": step_ms, "groups": by_group(operators, step_ms), "operators": rows}
 
