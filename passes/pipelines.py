@@ -67,6 +67,7 @@ AFTER_LOWERING = ",".join(
         "fuse-matmul-scale",
         "eliminate-common-subexpressions",  # why here: transposes that went into products leave equal ones behind
         "fuse-embedding-update",
+        "group-updates",  # why after: the embedding pass knows single updates only
         "add-embedding-gradient",  # why after: gradients that go into an update have no table at all
         "fuse-add-norm",
         "fuse-attention-gradient",  # why after common subexpressions: it compares values by identity

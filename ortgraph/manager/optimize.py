@@ -84,7 +84,8 @@ def optimize(
             it anew for each batch shape.
         shapes: Sizes of symbolic dimensions to bind, such as ``{"batch": 8, "sequence": 128}``.
         accumulation_steps: Micro-batches per update.
-        loss_scale: ``"dynamic"``, a number, or a ``LossScale``, in place of the optimizer's; None: the optimizer's.
+        loss_scale: ``"dynamic"``, a number, or a ``LossScale``, in place of the optimizer's. None: the optimizer's, and
+            dynamic for ``fp16`` where it has none.
         passes_after: Extra passes per stage, as passes or as a text pipeline.
         verify: Level checked after every pass; ``off`` switches it off.
         instruments: Observers.
@@ -100,8 +101,7 @@ def optimize(
     if target not in TARGETS:
         raise InputError(f"unknown target {target!r}", f"one of {', '.join(TARGETS)}")
     cast = precision_pass(precision, precision_overrides)
-    if loss_scale is not None:
-        optimizer = _scaled(optimizer, loss_scale)
+    optimizer = _scaled(optimizer, loss_scale, precision)
     if memory_budget is not None:
         memory_budget = check_budget(memory_budget)
     if isinstance(pipeline, str) and _is_preset(pipeline):
@@ -151,13 +151,18 @@ def _check_kinds(graph: Any, pipeline: Any, optimizer: Any) -> None:
         raise InputError(f"optimizer is a {kind}", "ortgraph.optim.AdamW(lr=1e-3) becomes part of the graph")
 
 
-def _scaled(optimizer: Any, loss_scale: Any) -> Any:
+def _scaled(optimizer: Any, loss_scale: Any, precision: str) -> Any:
+    """The optimizer with the loss scale that is asked for; a dynamic one where fp16 needs it and none is given."""
     from ortgraph.optim import parse
 
     if optimizer is None:
+        if loss_scale is None:
+            return None
         raise InputError("a loss scale belongs to an optimizer, and none is given", "optimizer=ortgraph.optim.AdamW()")
     found: Any = parse(optimizer) if isinstance(optimizer, str) else optimizer
-    return dataclasses.replace(found, loss_scale=loss_scale)
+    if loss_scale is None and precision == "fp16" and found.loss_scale is None:
+        loss_scale = "dynamic"
+    return found if loss_scale is None else dataclasses.replace(found, loss_scale=loss_scale)
 
 
 def _is_preset(text: str) -> bool:

@@ -71,10 +71,11 @@ class _Attach:
     def __init__(self, graph: TrainingGraph, optimizer: Optimizer, accumulation_steps: int) -> None:
         self.graph, self.optimizer, self.accumulation_steps = graph, optimizer, accumulation_steps
         self.frame = Frame(graph, BY)
+        self.rates: dict[float, ir.Value] = {}  # learning rate by its factor, one for each group
 
     def run(self, parameters: Sequence[Parameter]) -> None:
         frame, optimizer, signature = self.frame, self.optimizer, self.graph.signature
-        self.rate = frame.add_input(LEARNING_RATE, ir.DataType.FLOAT, exact=True)
+        self.rates[1.0] = frame.add_input(LEARNING_RATE, ir.DataType.FLOAT, exact=True)
         step = frame.add_input("optimizer.step", ir.DataType.INT64)
         attempt = frame.op("Add", step, frame.build.const(1, ir.DataType.INT64), name="step")
         for parameter in parameters:
@@ -127,17 +128,20 @@ class _Attach:
         self.frame.keep(name, old, total, "accumulator", parameter=parameter.name)
         return total
 
+    def _rate(self, factor: float) -> ir.Value:
+        if factor not in self.rates:
+            made = self.frame.op("Mul", self.rates[1.0], self.frame.number(factor), name="learning_rate")
+            self.rates[factor] = made
+        return self.rates[factor]
+
     def _update(self, parameter: Parameter, gradient: ir.Value, step: ir.Value, guard: Guard) -> Parameter:
         frame, settings = self.frame, self.optimizer.settings(parameter.name)
-        rate = self.rate
-        if settings.lr_scale != 1.0:
-            rate = frame.op("Mul", rate, frame.number(settings.lr_scale), name="learning_rate")
         weight = frame.inputs[parameter.name]
         kinds = self.optimizer.states(settings)
         named = [self._state(prefix, parameter) for prefix, _ in kinds]
         states: list[ir.Value | None] = [value for _, value in named]
         states += [None] * (self.optimizer.STATES - len(states))
-        inputs = [rate, step, weight, gradient, *states, guard.scale, guard.skip]
+        inputs = [self._rate(settings.lr_scale), step, weight, gradient, *states, guard.scale, guard.skip]
         while inputs[-1] is None:
             inputs.pop()
         composite = self.optimizer.COMPOSITE

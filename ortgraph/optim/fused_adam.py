@@ -108,9 +108,7 @@ class FusedAdam(torch.optim.Optimizer):
                     self.state[p][name] = given[name].detach().to(p.device, dtype, copy=True)
 
     @torch.no_grad()
-    def step(
-        self, closure: Callable[[], Any] | None = None, *, grad_scale: float = 1.0
-    ) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, grad_scale: float = 1.0) -> Any:
         """One update of every parameter that has a gradient.
 
         Args:

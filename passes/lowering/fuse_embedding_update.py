@@ -17,6 +17,7 @@ from ortgraph.ops.spec import KERNELS
 from ortgraph.passes.fusion.operands import producer_of
 from ortgraph.passes.lowering.kernel_rewrite import KernelRewrite, readers
 
+_SKIP = 7  # input of AdamW
 _RULE = ("beta1", "beta2", "epsilon", "weight_decay")
 
 
@@ -29,6 +30,7 @@ class FuseEmbeddingUpdate(KernelRewrite):
 
     Refuses when:
         the gradient table has another reader (a global norm, an accumulator): it would be computed anyway;
+        the update may be skipped (a loss scale);
         the gradient is a sum of which a table is one part (a tied weight);
         the table's shape is not known, or is not [rows, D] with the rows of the gradient.
 
@@ -61,6 +63,8 @@ class FuseEmbeddingUpdate(KernelRewrite):
         other = next((n for n in readers(gradient) if n is not update), None)
         if other is not None:
             return f"the gradient table %{gradient.name} is also read by {other.op_type} {other.name!r}"
+        if len(update.inputs) > _SKIP and update.inputs[_SKIP] is not None:
+            return "the update may be skipped, which the fused kernel cannot"
         shape = static_shape(weight)
         if shape is None or len(shape) != 2 or shape[0] != attribute(table, "rows", -1):
             return f"the weight %{weight.name} is not known to be a table of {attribute(table, 'rows', -1)} rows"
