@@ -1,0 +1,125 @@
+// Blocked matrix products of packed panels, for every kernel that multiplies.
+//
+// Y[m, n] = sum over k of A(m, k) B(k, n), cut into pieces of rows and columns. A piece packs 64 columns of B at a time
+// (casting, transposing or gathering on the way), reads rows of A where they lie or packs them too, and hands finished
+// tiles of sums to an epilogue. Blocks over k have a fixed length and are added in order, and pieces follow from the
+// shape alone, so the bits are the same at any number of threads.
+//
+// What `piece` is given:
+//   A: Rows rows(m0, mn, k0, kn, Word* space)                                 at most kPanelRows * kMaxPanels rows
+//   B: Columns panel(n0, nn, k0, kn, width, once, Word* space)                `once`: few rows read it
+//   Epilogue: float* place(m, n, nn)       where sums may be left as the result, or null
+//             std::int64_t width()         from one row of `place` to the next
+//             void finish(m, rows, n, nn, const float* sums, std::int64_t width)
+// `Dense` (gemm_pack.h) is both kinds of operand.
+#pragma once
+
+#include "gemm_pack.h"
+#include "kernel.h"
+
+namespace ortgraph {
+namespace gemm {
+
+constexpr std::int64_t kBlockWords = 512;                           // steps of a block over k
+constexpr std::int64_t kMaxRows = 288;                              // of a piece
+constexpr std::int64_t kMaxSums = 72 * 1024;                        // floats: of a piece with several blocks over k
+constexpr std::int64_t kFewRows = 48;
+
+struct Block {
+  std::int64_t m0, mn, n0, nn;
+};
+
+// Packing buffers of a thread: allocated at its first product, then kept.
+struct Space {
+  Scratch<Word> a{static_cast<std::size_t>(kMaxRows * (kBlockWords + kLanes))};
+  Scratch<Word> b{static_cast<std::size_t>(kColumns * kBlockWords)};
+  Scratch<float> sums{static_cast<std::size_t>(kMaxSums)};
+  static const Space& own() {
+    thread_local const Space space;
+    return space;
+  }
+};
+
+template <class Arithmetic, class A, class B, class Epilogue>
+void piece(const A& a, const B& b, const Epilogue& epilogue, const Block& block, std::int64_t k) {
+  constexpr std::int64_t kDepth = Arithmetic::kDepth, kDeep = kBlockWords * kDepth;
+  const Space& space = Space::own();
+  const std::int64_t wide = (block.nn + kLanes - 1) / kLanes * kLanes;
+  alignas(64) float tile[kRows * kColumns];
+  for (std::int64_t k0 = 0; k0 == 0 || k0 < k; k0 += kDeep) {
+    const std::int64_t kn = std::min(kDeep, k - k0);
+    const bool last = k0 + kn == k;
+    const Rows rows = a.rows(block.m0, block.mn, k0, kn, space.a.data());
+    for (std::int64_t n = 0; n < block.nn; n += kColumns) {
+      const std::int64_t nn = std::min<std::int64_t>(kColumns, block.nn - n);
+      const int vectors = static_cast<int>((nn + kLanes - 1) / kLanes);
+      const Columns columns =
+          b.panel(block.n0 + n, nn, k0, kn, vectors * kLanes, block.mn <= kFewRows, space.b.data());
+      const Multiply whole = tile_of<Arithmetic>(kRows, vectors);
+      for (std::int64_t m = 0; m < block.mn; m += kRows) {
+        const int count = static_cast<int>(std::min<std::int64_t>(kRows, block.mn - m));
+        const Multiply multiply = count == kRows ? whole : tile_of<Arithmetic>(count, vectors);
+        float* sums = epilogue.place(block.m0 + m, block.n0 + n, nn);
+        const bool placed = sums != nullptr;
+        std::int64_t width = epilogue.width();
+        if (!placed) {
+          const bool single = k <= kDeep;
+          sums = single ? tile : space.sums.data() + m * wide + n;
+          width = single ? kColumns : wide;
+        }
+        multiply({rows.row(m), rows.row_step, rows.step, columns.at, columns.step, (kn + kDepth - 1) / kDepth, sums, width,
+                  k0 > 0});
+        if (last && !placed) epilogue.finish(block.m0 + m, count, block.n0 + n, nn, sums, width);
+      }
+    }
+  }
+}
+
+// How a product is cut: `rows` x `columns` of a piece. From the shape only, for two to eight threads.
+struct Cut {
+  std::int64_t rows = 1, columns = 1, row_pieces = 1, column_pieces = 1;
+  std::int64_t pieces() const { return row_pieces * column_pieces; }
+  Block block(std::int64_t piece, std::int64_t m, std::int64_t n) const {
+    const std::int64_t m0 = piece / column_pieces * rows, n0 = piece % column_pieces * columns;
+    return {m0, std::min(rows, m - m0), n0, std::min(columns, n - n0)};
+  }
+};
+
+constexpr double kMultiplyAdds = 250;  // a nanosecond
+constexpr double kPackNs = 0.08;       // an element
+constexpr double kPieceNs = 500;
+
+inline Cut cut(std::int64_t m, std::int64_t n, std::int64_t k, std::int64_t batch, bool pack_a, std::int64_t deep) {
+  constexpr std::int64_t counts[] = {1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128};
+  const std::int64_t panels = (n + kColumns - 1) / kColumns;
+  Cut best;
+  double best_ns = -1;
+  for (std::int64_t by_rows : counts) {
+    if (by_rows > 1 && by_rows > m / kRows) break;
+    const std::int64_t rows = std::max<std::int64_t>((m + by_rows - 1) / by_rows, 1);
+    if (rows > kMaxRows) continue;
+    for (std::int64_t by_columns : counts) {
+      if (by_columns > 1 && by_columns > panels) break;
+      const std::int64_t columns = std::max<std::int64_t>((panels + by_columns - 1) / by_columns, 1) * kColumns;
+      if (k > deep && rows * columns > kMaxSums) continue;
+      Cut cut{rows, columns, (m + rows - 1) / rows, (n + columns - 1) / columns};
+      const double depth = static_cast<double>(k), r = static_cast<double>(rows), c = static_cast<double>(columns);
+      const double ns = kPieceNs + r * c * depth / kMultiplyAdds + depth * kPackNs * (c + (pack_a ? r : 0));
+      double total = 0;
+      for (std::int64_t threads : {2, 8}) {
+        const std::int64_t turns = (cut.pieces() * batch + threads - 1) / threads;
+        total += ns * static_cast<double>(turns * threads);
+      }
+      if (best_ns < 0 || total < best_ns) best_ns = total, best = cut;
+    }
+  }
+  if (best_ns < 0) {  // very tall or very wide: the smallest pieces that are allowed
+    const std::int64_t rows = std::min(m, kMaxRows / 2);
+    const std::int64_t columns = std::min((n + kColumns - 1) / kColumns * kColumns, kMaxSums / rows / kColumns * kColumns);
+    best = {rows, columns, (m + rows - 1) / rows, (n + columns - 1) / columns};
+  }
+  return best;
+}
+
+}  // namespace gemm
+}  // namespace ortgraph
