@@ -60,3 +60,88 @@ def test_attributes_keep_their_decimal_value_through_a_file(operator_case):
     stored = operator_case("AdamW", inputs, 3, beta1=float(np.float32(0.9)), beta2=float(np.float32(0.999)))
     for a, b in zip(fresh.runtime(1), stored.runtime(1), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def _state(seed=1, shape=(3, 5)):
+    rng = np.random.default_rng(seed)
+    return [np.asarray(rng.standard_normal(shape) ** (1 + (i == 3))) for i in range(4)]
+
+
+SGD_CASES = [
+    {}, {"weight_decay": 0.1}, {"momentum": 0.9}, {"momentum": 0.8, "dampening": 0.3, "weight_decay": 0.1},
+    {"momentum": 0.9, "nesterov": 1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("attributes", SGD_CASES, ids=str)
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("scale", [None, 0.25])
+def test_sgd_is_pytorch(operator_case, attributes, step, scale):
+    w, g, buffer, _ = _state()
+    parameter = torch.nn.Parameter(torch.tensor(w))
+    options = {**attributes, "nesterov": bool(attributes.get("nesterov"))}
+    peer = torch.optim.SGD([parameter], lr=0.02, **options)
+    parameter.grad = torch.tensor(g * (scale or 1.0))
+    momentum = attributes.get("momentum")
+    if step == 2 and momentum:
+        peer.state[parameter]["momentum_buffer"] = torch.tensor(buffer)
+    peer.step()
+    expected = [parameter.detach().numpy()]
+    inputs = [
+        np.array(0.02),
+        np.array(step),
+        w,
+        g,
+        buffer if momentum else None,
+        None if scale is None else np.array(scale),
+    ]
+    while inputs[-1] is None:
+        inputs.pop()
+    if momentum:
+        expected.append(peer.state[parameter]["momentum_buffer"].numpy())
+    operator_case("SGD", inputs, len(expected), **attributes).check(expected)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (), (0, 4)])
+@pytest.mark.parametrize(
+    "attributes",
+    [{}, {"bias_correction": 0}, {"adapt": 0}, {"min_trust": 2.0}, {"max_trust": 0.5}, {"weight_decay": 0.0}],
+)
+def test_lamb_is_its_formula(operator_case, attributes, shape):
+    w, g, m, v = _state(2, shape)
+    options = {"beta1": 0.8, "beta2": 0.9, "epsilon": 1e-3, "weight_decay": 0.1, **attributes}
+    rate, step, scale = 0.02, 7, 0.25
+    m_new, v_new = 0.8 * m + 0.2 * g * scale, 0.9 * v + 0.1 * (g * scale) ** 2
+    corrected = options.get("bias_correction", 1)
+    mean, square = (m_new / (1 - 0.8**step), v_new / (1 - 0.9**step)) if corrected else (m_new, v_new)
+    u = mean / (np.sqrt(square) + 1e-3) + options["weight_decay"] * w
+    sizes = [np.sqrt((x * x).sum()) for x in (w, u)]
+    trust = sizes[0] / sizes[1] if min(sizes) > 0 else 1.0
+    trust = max(trust, options.get("min_trust", 0.0))
+    trust = min(trust, options.get("max_trust", np.inf)) if options.get("adapt", 1) else 1.0
+    case = operator_case("LAMB", [np.array(rate), np.array(step), w, g, m, v, np.array(scale)], 3, **options)
+    case.check([np.asarray(x) for x in (w - rate * trust * u, m_new, v_new)])
+
+
+@pytest.mark.parametrize("op,states", [("AdamW", 2), ("LAMB", 2), ("SGD", 1)])
+def test_skip_gives_back_the_old_values(operator_case, op, states):
+    w, g, *s = _state()
+    g[1, 2], g[2, 0] = np.nan, np.inf
+    attributes = {"momentum": 0.9} if op == "SGD" else {}
+    for skip in (True, False):
+        inputs = [np.array(0.1), np.array(3), w, g, *s[:states], None, np.array(skip)]
+        case = operator_case(op, inputs, 1 + states, **attributes)
+        for threads in (1, 2):
+            for old, new in zip((w, *s[:states]), case.runtime(threads), strict=True):
+                assert np.array_equal(new, old.astype(np.float32)) == skip
+
+
+def test_squared_norm(operator_case):
+    tensors = [np.asarray(np.random.default_rng(3).standard_normal(s)) for s in ((70, 5), (), (0, 3))]
+    case = operator_case("SquaredNorm", tensors)
+    want = sum((t**2).sum() for t in tensors)
+    for threads in (1, 2):
+        assert case.runtime(threads)[0] == pytest.approx(want, rel=1e-6)
+    for bad in (np.inf, np.nan):
+        tensors[0][3, 3] = bad
+        assert not np.isfinite(operator_case("SquaredNorm", tensors).runtime(1)[0])

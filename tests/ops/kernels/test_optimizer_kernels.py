@@ -102,3 +102,105 @@ def test_embedding_update_equals_dense_update_bit_for_bit(kernel, rows, width, s
     got = kernel("EmbeddingAdamW", [*head, w, dy, indices, m, v, *tail], 3, padding_idx=3).run()
     for a, b in zip(expected, got, strict=True):
         assert np.array_equal(a, b, equal_nan=True)
+
+
+def expansion(op, inputs, outputs, **attributes):
+    """The reference expansion in float64."""
+    import onnx_ir as ir
+    from onnx.reference import ReferenceEvaluator
+
+    from ortgraph.graph import TrainingGraph
+    from ortgraph.ops import Builder
+    from ortgraph.ops.expand import expand_composites
+
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": 18, "ortgraph": 1}, name="case")
+    feeds, values = {}, []
+    for i, x in enumerate(inputs):
+        if x is None:
+            values.append(None)
+            continue
+        wide = np.asarray(x, np.float64) if np.asarray(x).dtype == np.float32 else np.asarray(x)
+        feeds[f"x{i}"] = wide
+        values.append(ir.val(f"x{i}", dtype=ir.DataType.from_numpy(wide.dtype), shape=list(wide.shape)))
+        graph.inputs.append(values[-1])
+    made = Builder(graph, "test").multi(op, *values, outputs=outputs, domain="ortgraph", **attributes)
+    graph.outputs.extend(made)
+    case = TrainingGraph(ir.Model(graph, ir_version=10))
+    expand_composites(case)
+    with np.errstate(all="ignore"):
+        return ReferenceEvaluator(ir.serde.serialize_model(case.model)).run(None, feeds)
+
+
+UPDATES = [
+    ("AdamW", 2, {"weight_decay": 0.1}), ("LAMB", 2, {}), ("LAMB", 2, {"max_trust": 0.5, "bias_correction": 0}),
+    ("LAMB", 2, {"adapt": 0}), ("SGD", 0, {"weight_decay": 0.1}), ("SGD", 1, {"momentum": 0.9, "weight_decay": 0.1}),
+    ("SGD", 1, {"momentum": 0.9, "dampening": 0.2}), ("SGD", 1, {"momentum": 0.9, "nesterov": 1}),
+]  # fmt: skip
+
+
+def operands(op, states, shape, scale=0.5, skip=None, step=3):
+    w, g, first, second = f32(*shape), f32(*shape), f32(*shape), f32(*shape) ** 2
+    head = [np.float32(1e-2), np.int64(step), w, g]
+    empty = [None] if op == "SGD" and not states else []
+    guard = [np.float32(scale), None if skip is None else np.array(skip)]
+    return [*head, *[first, second][:states], *empty, *guard[: 1 if skip is None else 2]]
+
+
+@pytest.mark.parametrize("op,states,attributes", UPDATES, ids=str)
+@pytest.mark.parametrize("shape", [(), (1,), (17,), (0, 3), (5, 33), (129, 255), (70001,)])
+@pytest.mark.parametrize("step", [1, 9])
+def test_updates_against_their_expansions(kernel, op, states, attributes, shape, step):
+    inputs = operands(op, states, shape, step=step)
+    expected = expansion(op, inputs, 1 + states, **attributes)
+    for threads in (1, 2):
+        for got, want in zip(kernel(op, inputs, 1 + states, threads, **attributes).run(), expected, strict=True):
+            assert got.shape == want.shape
+            size = np.linalg.norm(want.ravel()) + 1e-30
+            assert np.linalg.norm((got - want).ravel()) <= 5e-7 * size + 1e-8
+
+
+@pytest.mark.parametrize("op,states,attributes", UPDATES, ids=str)
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_a_gradient_that_is_not_finite(kernel, op, states, attributes, bad):
+    """It spoils what the expansion spoils; with Skip nothing changes, in place or not."""
+    inputs = operands(op, states, (5, 33))
+    inputs[3][2, 7] = bad
+    got = kernel(op, inputs, 1 + states, **attributes).run()
+    for a, b in zip(got, expansion(op, inputs, 1 + states, **attributes), strict=True):
+        assert np.array_equal(np.isfinite(a), np.isfinite(b))
+    skipping = [*inputs, np.array(True)]
+    runner = kernel(op, skipping, 1 + states, **attributes)
+    old = [inputs[2], *inputs[4 : 4 + states]]
+    results = [runner.run(), runner.run_inplace([(2, 0), *((4 + i, 1 + i) for i in range(states))], old)]
+    for made in results:
+        assert all(np.array_equal(a, b) for a, b in zip(made, old, strict=True))
+    going = kernel(op, [*inputs, np.array(False)], 1 + states, **attributes).run()
+    assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(going, got, strict=True))
+
+
+@pytest.mark.parametrize("op,states,attributes", UPDATES, ids=str)
+@pytest.mark.parametrize("skip", [None, False, True])
+def test_many_tensors_equal_one_by_one(kernel, op, states, attributes, skip):
+    shapes = ((40003,), (), (0, 4), (3, 5), (256, 256))
+    each = [operands(op, states, shape, skip=skip) for shape in shapes]
+    for one in each:
+        one[0], one[1] = each[0][0], each[0][1]
+    tensors = [x for one in each for x in one[2 : 4 + states]]
+    flag = None if skip is None else np.array(skip)
+    many = kernel(
+        f"Multi{op}", [*each[0][:2], np.float32(0.5), flag, *tensors], len(shapes) * (1 + states), **attributes
+    )
+    got = many.run()
+    for t, one in enumerate(each):
+        for a, b in zip(kernel(op, one, 1 + states, **attributes).run(), got[t * (1 + states) :], strict=False):
+            assert np.array_equal(a, b) and a.shape == b.shape
+
+
+def test_trust_ratio_of_zero_norms(kernel):
+    zero = np.zeros(33, np.float32)
+    for w, g in ((zero, f32(33)), (f32(33), zero)):
+        inputs = [np.float32(0.1), np.int64(1), w, g, zero, zero]
+        got = kernel("LAMB", inputs, 3, weight_decay=0.0).run()
+        for a, b in zip(got, expansion("LAMB", inputs, 3, weight_decay=0.0), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+            assert np.isfinite(a).all()
