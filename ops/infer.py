@@ -12,6 +12,13 @@ from onnx import shape_inference
 from ortgraph.ops.spec import Shape, Typed, spec_of
 
 logger = logging.getLogger(__name__)
+# A type that the schema does not list is one of them: Conv on bfloat16, which a kernel runs, or casts around it.
+_NOT_INFERRED = (
+    onnx.onnx_cpp2py_export.shape_inference.InferenceError,
+    onnx.checker.ValidationError,
+    onnx.defs.SchemaError,
+    ValueError,
+)
 _MAX_DATA = 1024  # elements of a constant that inference may look at (shapes, axes)
 
 
@@ -56,7 +63,7 @@ def _standard(node: ir.Node, opset_imports: dict[str, int]) -> Sequence[Typed | 
         found = shape_inference.infer_node_outputs(
             schema, proto, inputs, input_data=data, opset_imports=[onnx.helper.make_opsetid("", version)]
         )
-    except (onnx.onnx_cpp2py_export.shape_inference.InferenceError, onnx.defs.SchemaError, ValueError) as error:
+    except _NOT_INFERRED as error:
         logger.debug("no inferred type for %s (%s): %s", node.name, node.op_type, error)
         return []
     result: list[Typed | None] = []

@@ -13,7 +13,9 @@ import onnx
 import onnx_ir as ir
 
 from ortgraph.graph import TrainingGraph
+from ortgraph.graph.edit import PHASE_KEY
 from ortgraph.manager.base import Changes, GraphPass, Refusal
+from ortgraph.ops.precision import is_low
 from ortgraph.ops.spec import OpSpec, spec_of
 from ortgraph.passes.canonical.values import BEFORE_PLAN, Edit, bodies
 
@@ -32,7 +34,8 @@ class EliminateCommonSubexpressions(GraphPass):
     Refuses when:
         - the operator is not deterministic (draws from hidden state) or unknown, has effects or carries a subgraph;
         - the equal values are parameters, buffers or other graph inputs: only constants merge;
-        - two outputs of the graph would become one value.
+        - two outputs of the graph would become one value;
+        - they widen a low-precision value in different halves: float32 would be kept from one to the other.
     """
 
     name: ClassVar[str] = "eliminate-common-subexpressions"
@@ -105,6 +108,8 @@ def _key(node: ir.Node, spec: OpSpec, opsets: dict[str, int]) -> Hashable | None
         if attribute.is_ref():
             return None
         attributes[name] = _attribute_key(attribute)
+    if node.op_type == "Cast" and is_low(node.inputs[0]):
+        attributes[PHASE_KEY] = node.metadata_props.get(PHASE_KEY)
     present = tuple(bool(o.name) for o in node.outputs)
     return spec.domain, node.op_type, node.overload, tuple(inputs), tuple(sorted(attributes.items())), present
 

@@ -56,6 +56,7 @@ class Assignment:
         # Why here: a rewrite changes the types that these are told from.
         self._moved = {node: moved_inputs(node) for node in self.nodes}
         self.main = {node: main_output(node) for node in self.nodes}
+        self._large = {node: main_inputs(node) for node in self.nodes}
         for node in self.nodes:
             self._from_inputs(node)
         for node in reversed(self.nodes):
@@ -69,6 +70,10 @@ class Assignment:
 
     def facts(self, value: ir.Value) -> Facts:
         return self._facts.setdefault(value, Facts())
+
+    def low_nodes(self) -> list[ir.Node]:
+        """Nodes that run in the low type."""
+        return [node for node in self.nodes if self.treatments[node].kind == RUN]
 
     # -- which inputs and outputs of a node count ---------------------------------------------------------------
 
@@ -103,7 +108,7 @@ class Assignment:
                 inputs = [node.inputs[i] for i in self._moved[node]]
                 facts.source = bool(inputs) and all(v is not None and self.facts(v).source for v in inputs)
             elif treatment.kind == FOLLOW and value is self.main[node]:
-                mains = main_inputs(node)
+                mains = self._large[node]
                 facts.source = treatment.forced or (bool(mains) and all(self.facts(v).source for v in mains))
                 facts.wanted = treatment.forced
 
@@ -126,7 +131,7 @@ class Assignment:
             elif treatment.kind == KEEP:
                 facts.exact = True
             else:
-                self._through_follower(facts, use.node)
+                self._through_follower(facts, value, use.node)
 
     def _through_movement(self, facts: Facts, node: ir.Node, index: int) -> None:
         if index not in self._moved[node]:
@@ -138,9 +143,9 @@ class Assignment:
             facts.wide |= made.wide
             facts.summed |= made.summed
 
-    def _through_follower(self, facts: Facts, node: ir.Node) -> None:
+    def _through_follower(self, facts: Facts, value: ir.Value, node: ir.Node) -> None:
         main = self.main[node]
-        if main is None:
+        if main is None or value not in self._large[node]:
             facts.summed = True
         elif self.facts(main).source and self.facts(main).wanted:
             facts.wanted = True
@@ -205,11 +210,12 @@ class Assignment:
             return False
         taken = any(self.takes_low(use.node, use.idx) for use in readers)
         return not value.is_graph_output() and all(
-            self.takes_low(use.node, use.idx) or self._yields(use.node, taken) for use in readers
+            self.takes_low(use.node, use.idx) or self._yields(value, use.node, taken) for use in readers
         )
 
-    def _yields(self, node: ir.Node, taken: bool) -> bool:
-        if node not in self.treatments or self.treatments[node].kind != FOLLOW:
+    def _yields(self, value: ir.Value, node: ir.Node, taken: bool) -> bool:
+        """Whether a reader takes the value widened again: large values only, statistics of a norm stay exact."""
+        if node not in self.treatments or self.treatments[node].kind != FOLLOW or value not in self._large[node]:
             return False
         main = self.main[node]
         return taken or (main is not None and self.facts(main).source and self.facts(main).wanted)

@@ -62,11 +62,18 @@ class CastPrecision(GraphPass):
         assignment = Assignment(graph, policy)
         changes = Changes(refusals=_kept(assignment))
         rewrite = _Rewrite(graph, assignment, changes)
+        changes.counts["casts-unshared"] = sum(map(_around, assignment.low_nodes()))
         for node in assignment.nodes:
             rewrite.node(node)
         metadata = {**graph.signature.metadata, "precision": self.precision}
         graph.signature = graph.signature.replace(metadata=metadata)
         return changes
+
+
+def _around(node: ir.Node) -> int:
+    """Casts around one operator: of each low operand, and of each low result for each reader."""
+    made = [node.outputs[i] for i in spec_of(node).low_outputs if i < len(node.outputs)]
+    return len(list(low_operands(node))) + sum(len(value.uses()) + value.is_graph_output() for value in made)
 
 
 def _kept(assignment: Assignment) -> list[Refusal]:
@@ -175,7 +182,6 @@ class _Rewrite:
         return made
 
     def _run(self, node: ir.Node, inputs: list[ir.Value | None]) -> None:
-        self.changes.counts["casts-unshared"] += len(list(low_operands(node))) + len(spec_of(node).low_outputs)
         if node.op_type in PRODUCTS:
             self._product(node, inputs)
             return
