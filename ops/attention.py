@@ -30,8 +30,9 @@ from ortgraph.ops.shapes import (
 )
 from ortgraph.ops.spec import COMPOSITE, OpSpec, Shape, register
 
-ROWS_FIRST = "bshd"  # layout [B, S, H, D]; else [B, H, S, D]
+HEADS_FIRST, ROWS_FIRST = "bhsd", "bshd"  # layouts [B, H, S, D] and [B, S, H, D]
 _TURN = [0, 2, 1, 3]
+_Q, _K, _V, _Y = range(4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,22 +69,30 @@ def low_type(node: ir.Node, q: ir.Value) -> ir.DataType | None:
     return q.dtype if named is None and is_low(q) else None
 
 
-def is_rows_first(node: ir.Node) -> bool:
-    """Whether heads lie as [B, S, H, D]."""
-    return attribute(node, "layout", "bhsd") == ROWS_FIRST
+def layouts(node: ir.Node) -> tuple[str, ...]:
+    """The layouts of Q, K, V and Y; their gradients have the same."""
+    words = str(attribute(node, "layout", HEADS_FIRST)).split(",")
+    return tuple(words * 4 if len(words) == 1 else words)
 
 
-def _turned(b: Builder, node: ir.Node, value: ir.Value) -> ir.Value:
+def is_rows_first(node: ir.Node, tensor: int) -> bool:
+    """Whether Q, K, V or Y (0 to 3) lies as [B, S, H, D]."""
+    return layouts(node)[tensor] == ROWS_FIRST
+
+
+def _turned(b: Builder, node: ir.Node, value: ir.Value, tensor: int) -> ir.Value:
     """From the layout of the node to [B, H, S, D], or back."""
-    return b.op("Transpose", value, perm=_TURN) if is_rows_first(node) else value
+    return b.op("Transpose", value, perm=_TURN) if is_rows_first(node, tensor) else value
 
 
 def _shares(node: ir.Node, q: ir.Value, k: ir.Value) -> int:
     """Query heads per key head."""
     if rank_of(node, q, "Q") != 4:
         return 1
-    at = 2 if is_rows_first(node) else 1
-    heads, groups = shape_of(q)[at], shape_of(k)[at]  # type: ignore[index]
+    heads, groups = (
+        shape_of(x)[2 if is_rows_first(node, i) else 1]  # type: ignore[index]
+        for x, i in ((q, _Q), (k, _K))
+    )
     return heads // groups if isinstance(heads, int) and isinstance(groups, int) and groups else 1
 
 
@@ -169,7 +178,7 @@ def _float_inside(b: Builder, node: ir.Node, values: list[ir.Value]) -> list[ir.
 
 def _expand_attention(b: Builder, node: ir.Node) -> list[ir.Value | None]:
     given_q = operands(node, 3)[0]
-    q, k, v = (_turned(b, node, x) for x in operands(node, 3))
+    q, k, v = (_turned(b, node, x, i) for i, x in enumerate(operands(node, 3)))
     share = _shares(node, *operands(node, 2))
     k, v = _repeated(b, node, k, share), _repeated(b, node, v, share)
     parts = _probabilities(b, node, q, k, 3)
@@ -184,11 +193,11 @@ def _expand_attention(b: Builder, node: ir.Node) -> list[ir.Value | None]:
         y = b.op("Cast", y, to=given_q.dtype) if is_low(given_q) else y
     if wanted(node, 1):
         total = b.op("ReduceLogSumExp", parts.scores, b.ints([-1]), keepdims=0)
-    return [None if y is None else _turned(b, node, y), total]
+    return [None if y is None else _turned(b, node, y, _Y), total]
 
 
 def _expand_attention_grad(b: Builder, node: ir.Node) -> list[ir.Value | None]:
-    dy, q, k, v, y = (_turned(b, node, x) for x in operands(node, 5))
+    dy, q, k, v, y = (_turned(b, node, x, i) for i, x in zip((_Y, _Q, _K, _V, _Y), operands(node, 5), strict=True))
     share = _shares(node, *operands(node, 3)[1:])
     k, v = _repeated(b, node, k, share), _repeated(b, node, v, share)
     parts = _probabilities(b, node, q, k, 6)
@@ -203,7 +212,7 @@ def _expand_attention_grad(b: Builder, node: ir.Node) -> list[ir.Value | None]:
             gradient = b.op("Cast", gradient, to=q.dtype)
         if gradient is not None and i > 0:
             gradient = _gathered(b, node, gradient, share)
-        results.append(None if gradient is None else _turned(b, node, gradient))
+        results.append(None if gradient is None else _turned(b, node, gradient, i))
     return results
 
 
@@ -232,17 +241,19 @@ def _gradients(
 
 def _attention_types(node: ir.Node) -> Types:
     q, v = shape_of(given(node, 0)), shape_of(given(node, 2))
-    y = None if q is None or v is None else (*q[:-1], v[-1])
+    if q is not None:
+        q = _lie(q, is_rows_first(node, _Q))
+    y = None if q is None or v is None else _lie((*q[:-1], v[-1]), is_rows_first(node, _Y))
     query = node.inputs[0]
     total = None
     if query is not None and query.dtype is not None:
-        total = (_inside(query), None if q is None else _statistics(node, q))
+        total = (_inside(query), None if q is None else q[:-1])
     return [retyped(query, y), total][: len(node.outputs)]
 
 
-def _statistics(node: ir.Node, q: Shape) -> Shape:
-    """[B, H, S] in either layout."""
-    return (q[0], q[2], q[1]) if is_rows_first(node) else q[:-1]
+def _lie(shape: Shape, rows_first: bool) -> Shape:
+    """A shape [B, H, S, D] in a layout, or back."""
+    return (shape[0], shape[2], shape[1], shape[3]) if rows_first and len(shape) == 4 else shape
 
 
 def _attention_grad_types(node: ir.Node) -> Types:
@@ -255,7 +266,7 @@ def score_count(node: ir.Node, unknown: int = 0) -> int:
     q, k = shape_of(given(node, first)), shape_of(given(node, first + 1))
     if q is None or k is None:
         return 0
-    keys = k[1 if is_rows_first(node) else -2]
+    keys = k[1 if is_rows_first(node, _K) else -2]
     return math.prod(d if isinstance(d, int) else unknown for d in (*q[:-1], keys))
 
 

@@ -167,10 +167,11 @@ class Attention final : public Kernel {
 
   void compute(const Context& context) const override {
     const Tensor q = context.input(0), k = context.input(1), v = context.input(2);
-    const bool rows_first = options_.rows_first;
-    Shape shape = q.shape;
-    shape.dim[3] = v.shape.dim[3];
-    const Heads hq(q.shape, rows_first), hk(k.shape, rows_first), hv(v.shape, rows_first), hy(shape, rows_first);
+    const auto& rows_first = options_.rows_first;
+    const Heads hq(q.shape, rows_first[0]), hk(k.shape, rows_first[1]), hv(v.shape, rows_first[2]);
+    Shape shape{hq.batch, hq.heads, hq.rows, hv.width};
+    if (rows_first[3]) std::swap(shape.dim[1], shape.dim[2]);
+    const Heads hy(shape, rows_first[3]);
     expect(hq.width == hk.width && hk.rows == hv.rows && hk.heads == hv.heads, "Q, K and V do not fit");
     expect(hq.batch == hk.batch && hq.batch == hv.batch, "Q, K and V differ in their batch");
     expect(hk.heads > 0 ? hq.heads % hk.heads == 0 : hq.heads == 0, "key heads do not divide query heads");

@@ -47,11 +47,10 @@ struct AttentionOptions {
         scale(a.decimal("scale", std::numeric_limits<double>::quiet_NaN())),
         ratio(a.decimal("ratio", 0.0)),
         node(a.integer("node", 0)) {
-    const std::string layout = a.text("layout", "bhsd"), precision = a.text("precision", "");
+    const std::string precision = a.text("precision", "");
     expect(ratio >= 0.0 && ratio <= 1.0, "ratio must be within 0 and 1");
-    expect(layout == "bhsd" || layout == "bshd", "layout must be bhsd or bshd");
     expect(precision.empty() || precision == "fp32" || precision == "bf16", "precision must be fp32 or bf16");
-    rows_first = layout == "bshd";
+    set_layout(a.text("layout", "bhsd"));
     low = precision == "bf16";
     given = !precision.empty();
   }
@@ -62,7 +61,18 @@ struct AttentionOptions {
     return static_cast<float>(std::isnan(scale) || std::abs(scale / usual - 1.0) < 1e-6 ? usual : scale);
   }
 
-  bool causal, rows_first, low, given;
+  // One word for all tensors, or one each for Q, K, V and Y, with commas between them.
+  void set_layout(const std::string& words) {
+    const std::size_t count = words.size() > 4 ? 4 : 1;
+    expect(words.size() == 5 * count - 1, "layout must be one word or four");
+    for (std::size_t i = 0; i < 4; ++i) {
+      const std::string word = words.substr(count == 1 ? 0 : 5 * i, 4);
+      expect(word == "bhsd" || word == "bshd", "layout must be bhsd or bshd");
+      rows_first[i] = word == "bshd";
+    }
+  }
+
+  bool causal, rows_first[4], low, given;
   double scale, ratio;
   std::int64_t node;
 };

@@ -231,8 +231,9 @@ class AttentionGrad final : public Kernel {
   void compute(const Context& context) const override {
     const Tensor dy = context.input(0), q = context.input(1), k = context.input(2), v = context.input(3);
     const Tensor y = context.input(4), total = context.input(5);
-    const bool rows_first = options_.rows_first;
-    const Heads hq(q.shape, rows_first), hk(k.shape, rows_first), hv(v.shape, rows_first), hy(y.shape, rows_first);
+    const auto& rows_first = options_.rows_first;
+    const Heads hq(q.shape, rows_first[0]), hk(k.shape, rows_first[1]), hv(v.shape, rows_first[2]);
+    const Heads hy(y.shape, rows_first[3]);
     expect(dy.shape == y.shape && hy.width == hv.width && hy.rows == hq.rows && hy.heads == hq.heads,
            "dY, Y, Q and V do not fit");
     expect(hq.width == hk.width && hk.rows == hv.rows && hk.heads == hv.heads, "Q, K and V do not fit");

@@ -24,7 +24,8 @@ def _sizes(node: ir.Node, q: int) -> tuple[int, int, int] | None:
     k, v = (static_shape(value) if (value := given(node, q + i)) is not None else None for i in (1, 2))
     if k is None or v is None or len(k) != 4 or len(v) != 4:
         return None
-    return k[3], v[3], k[1 if attribute(node, "layout", "bhsd") == "bshd" else 2]
+    words = str(attribute(node, "layout", "bhsd")).split(",")
+    return k[3], v[3], k[1 if words[1 % len(words)] == "bshd" else 2]
 
 
 def _extras(node: ir.Node, mask: int, lanes: int) -> int:

@@ -118,6 +118,14 @@ def test_rows_first(operator_case, causal):
     operator_case("Attention", [*turned(*qkv), mask], 2, **attributes).check([*turned(y), total], rtol=2e-6)
     inputs = [*turned(dy, *qkv, y), np.zeros(y.shape[:-1]), mask]
     operator_case("AttentionGrad", inputs, 3, **attributes).check(turned(*gradients), rtol=5e-6)
+    attributes["layout"] = "bhsd,bshd,bhsd,bshd"
+
+    def lie(q, k, v):
+        return [q, *turned(k), v]
+
+    operator_case("Attention", [*lie(*qkv), mask], 2, **attributes).check([*turned(y), total], rtol=2e-6)
+    inputs = [*turned(dy), *lie(*qkv), *turned(y), np.zeros(y.shape[:-1]), mask]
+    operator_case("AttentionGrad", inputs, 3, **attributes).check(lie(*gradients), rtol=5e-6)
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])

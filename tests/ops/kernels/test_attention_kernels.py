@@ -95,9 +95,9 @@ class LowRunner:
 
 def both(kernel, x, mask=None, extra=(), low=False, **attributes):
     """Y, LogSumExp, dQ, dK, dV of the kernels, the same at 1 and 2 threads; heads second in all of them."""
-    turned = attributes.get("layout") == "bshd"
-    lay = (lambda a: a.swapaxes(1, 2)) if turned else (lambda a: a)
-    q, k, v, dy = (lay(x[name]) for name in ("q", "k", "v", "dy"))
+    words = attributes.get("layout", "bhsd").split(",")
+    lay = {n: (lambda a: a.swapaxes(1, 2)) if w == "bshd" else (lambda a: a) for n, w in zip("qkvy", words * 4)}  # noqa: B905
+    q, k, v, dy = (lay[name[-1]](x[name]) for name in ("q", "k", "v", "dy"))
     make = functools.partial(LowRunner, low=(0, 1, 2), low_outputs=(0,)) if low else kernel
     make_grad = functools.partial(LowRunner, low=(0, 1, 2, 3, 4), low_outputs=(0, 1, 2)) if low else kernel
     results = []
@@ -105,7 +105,7 @@ def both(kernel, x, mask=None, extra=(), low=False, **attributes):
         y, total = make("Attention", [q, k, v, mask, *extra], 2, threads=threads, **attributes).run()
         inputs = [dy, q, k, v, y, total, mask, *extra]
         gradients = make_grad("AttentionGrad", inputs, 3, threads=threads, **attributes).run()
-        results.append([lay(y), total, *map(lay, gradients)])
+        results.append([lay["y"](y), total, *(lay[n](g) for n, g in zip("qkv", gradients, strict=True))])
     for a, b in zip(*results, strict=True):
         assert np.array_equal(a, b, equal_nan=True)
     return results[0]
@@ -125,7 +125,8 @@ def close(got, want, bounds=F32[""]):
 def test_sizes(kernel, sizes, causal):
     x = numbers(sizes)
     close(both(kernel, x, is_causal=int(causal)), reference(**x, causal=causal))
-    close(both(kernel, x, is_causal=int(causal), layout="bshd"), reference(**x, causal=causal))
+    for layout in ("bshd", "bhsd,bshd,bshd,bhsd", "bshd,bhsd,bhsd,bshd"):
+        close(both(kernel, x, is_causal=int(causal), layout=layout), reference(**x, causal=causal))
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
