@@ -130,6 +130,34 @@ def check_capture() -> Callable[..., TrainingGraph]:
 
 
 @pytest.fixture
+def check_presets() -> Callable[..., dict[str, TrainingGraph]]:
+    """Optimize a captured graph, compare every gradient at 1 and 2 threads, and repeat for bit equality."""
+
+    def check(
+        graph: TrainingGraph,
+        module: torch.nn.Module,
+        batch: dict[str, Any],
+        *,
+        presets: Sequence[str] = ("O0", "O2"),
+        repeats: int = 3,
+    ) -> dict[str, TrainingGraph]:
+        loss, want = torch_gradients(copy.deepcopy(module), lambda m: own_loss(m, batch))
+        _, exact = torch_gradients(copy.deepcopy(module).double(), lambda m: own_loss(m, as_double(batch)))
+        optimized = {preset: ortgraph.optimize(graph, preset, verify="types").graph for preset in presets}
+        for preset, result in optimized.items():
+            for threads in (1, 2):
+                session = ortgraph.TrainingSession(result, threads=threads)
+                runs = [session.gradients(batch) for _ in range(repeats)]
+                for run in runs[1:]:
+                    assert all(np.array_equal(run[k], runs[0][k]) for k in run), f"{preset}: repeats differ"
+                assert_close_gradients(runs[0], want, exact)
+                assert abs(session.loss(batch) - loss) <= 1e-5 * (abs(loss) + 1e-3)
+        return optimized
+
+    return check
+
+
+@pytest.fixture
 def run_captured() -> Callable[..., list[dict[str, np.ndarray]]]:
     """``run_graph`` for tests."""
     return run_graph
