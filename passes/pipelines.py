@@ -55,6 +55,7 @@ MATMUL = ",".join(
     )
 )
 
+LABELLED = "select-labelled-rows"  # why before chunks: it knows the whole loss; why after MATMUL: so does its form
 MEMORY = "chunk-loss"  # why before lowering: it knows the composites; why after MATMUL: products carry their transposes
 _SHARE = 8  # scores that take more than this part of a budget in bytes are cut, which is cheaper than recomputing
 
@@ -126,7 +127,7 @@ def o1(**options) -> tuple[ir.passes.PassBase, ...]:
 def o2(**options) -> tuple[ir.passes.PassBase, ...]:
     """Canonical passes and fusions over both halves."""
     memory = _memory(options.get("memory_budget"))
-    return _preset(CANONICAL, FUSION, CANONICAL, MATMUL, memory, after=AFTER_LOWERING, **options)
+    return _preset(CANONICAL, FUSION, CANONICAL, MATMUL, LABELLED, memory, after=AFTER_LOWERING, **options)
 
 
 PRESETS: dict[str, Callable[..., tuple[ir.passes.PassBase, ...]]] = {"O0": o0, "O1": o1, "O2": o2, "O3": o2}

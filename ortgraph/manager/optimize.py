@@ -18,6 +18,7 @@ from ortgraph.manager.pipeline_text import parse_pipeline, pipeline_text
 from ortgraph.manager.precision_option import Overrides, precision_pass
 from ortgraph.manager.rewrite import op_key
 from ortgraph.plan.budget import check_budget
+from ortgraph.runtime.labelled_rows import seal
 
 TARGETS = ("onnxruntime-training", "onnxruntime")
 
@@ -130,6 +131,7 @@ def optimize(
     before = count_operators(result)
     report = PassManager(passes, verify, instruments, extra).run(result)
     result.signature = _noted(result, pipeline_text(passes))
+    seal(result, complete=not extra)
     full = OptimizeReport(
         **{f.name: getattr(report, f.name) for f in dataclasses.fields(report)},
         operators_before=before,

@@ -32,6 +32,7 @@ TABLE: dict[str, str] = {
     "group-updates": "ortgraph.passes.lowering.group_updates:GroupUpdates",
     "fuse-embedding-update": "ortgraph.passes.lowering.fuse_embedding_update:FuseEmbeddingUpdate",
     "select-recompute": "ortgraph.passes.memory.select_recompute:SelectRecompute",
+    "select-labelled-rows": "ortgraph.passes.memory.select_labelled_rows:SelectLabelledRows",
     "chunk-loss": "ortgraph.passes.memory.chunk_loss:ChunkLoss",
     "add-embedding-gradient": "ortgraph.passes.memory.add_embedding_gradient:AddEmbeddingGradient",
     "slice-early": "ortgraph.passes.memory.slice_early:SliceEarly",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 from ortgraph.analysis.bind_shapes import bind_shapes, infer_unknown, is_dynamic
 from ortgraph.errors import PipelineSyntaxError
@@ -61,15 +62,30 @@ def recorded_tail(graph: TrainingGraph) -> tuple[str, ...]:
 
     Empty when the graph was not lowered by a pipeline, or by one that holds foreign passes.
     """
-    recorded = graph.signature.metadata.get("pipeline", "").rpartition(";")[2]
-    try:
-        passes = importlib.import_module("ortgraph.manager.pipeline_text").parse_pipeline(recorded)
-    except PipelineSyntaxError:
-        return ()
+    passes = recorded_passes(graph)
     names = [p.name for p in passes]
     if "lower" not in names:
         return ()
     return tuple(str(p) for p in passes[names.index("lower") + 1 :] if p.name != "plan-memory")
+
+
+def recorded_passes(graph: TrainingGraph) -> tuple[Any, ...]:
+    """The passes of the graph's own (latest) pipeline; none when it holds foreign passes."""
+    recorded = _latest(graph.signature.metadata.get("pipeline", ""))
+    try:
+        return tuple(importlib.import_module("ortgraph.manager.pipeline_text").parse_pipeline(recorded))
+    except PipelineSyntaxError:
+        return ()
+
+
+def _latest(pipelines: str) -> str:
+    """The last of several pipelines joined by ``;``, which options of a pass may hold, too (``adamw(lr=0.1;eps=1)``)."""
+    depth, start = 0, 0
+    for i, letter in enumerate(pipelines):
+        depth += (letter in "{(") - (letter in "})")
+        if letter == ";" and depth == 0:
+            start = i + 1
+    return pipelines[start:]
 
 
 def run_passes(graph: TrainingGraph, pipeline: str) -> None:

@@ -16,7 +16,7 @@ from ortgraph.errors import BatchError, InputError, NonFiniteLossError, Signatur
 from ortgraph.graph import TrainingGraph
 from ortgraph.graph.index_note import from_metadata
 from ortgraph.graph.verify import verify
-from ortgraph.runtime import inference_export, selection
+from ortgraph.runtime import inference_export, labelled_rows, selection
 from ortgraph.runtime.batch import Batch, bind_dims, check_bound, check_dtype, named
 from ortgraph.runtime.detect import detect_runtime
 from ortgraph.runtime.index_range import check_indices
@@ -76,6 +76,7 @@ class TrainingSession(SessionState):
         self._evaluation: OrderedDict[tuple, TrainingGraph] = OrderedDict()
         self._programs: OrderedDict[tuple, Program] = OrderedDict()
         self._evaluation_form: TrainingGraph | None = None
+        self._label_note = labelled_rows.label_note(graph)
 
     # -- running ------------------------------------------------------------------------------------------------
 
@@ -253,7 +254,7 @@ class TrainingSession(SessionState):
             bind_dims(name, array, self._inputs[name], dims)
         for name, array in arrays.items():
             check_bound(name, array, self._inputs[name], dims)
-        program = self._program(kind, tuple(sorted(dims.items())))
+        program = self._program(kind, self._key(kind, arrays, dims))
         for note in self._index_notes:
             if note.input in program.inputs:
                 check_indices(note, arrays[note.input], dims, self._given_names.get(note.input, note.input))
@@ -263,6 +264,14 @@ class TrainingSession(SessionState):
                 np.copyto(buffer, array)
         self._feed_tangents(program, tangents or {})
         return program
+
+    def _key(self, kind: str, arrays: Mapping[str, np.ndarray], dims: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+        """What tells programs of a kind apart: sizes of dimensions, and the rows that the batch's labels need."""
+        key = tuple(sorted(dims.items()))
+        if self._label_note is None or kind not in labelled_rows.KINDS:
+            return key
+        rows = self._label_note.rows(arrays[self._label_note.input])
+        return (*key, (labelled_rows.KEY, rows)) if rows else key
 
     def _feed_tangents(self, program: Program, tangents: Mapping[str, np.ndarray]) -> None:
         unknown = sorted(set(tangents) - set(self.signature.tangents))
@@ -299,8 +308,12 @@ class TrainingSession(SessionState):
             source, cache = self._evaluation_form, self._evaluation
         else:
             source, cache = self.graph, self._prepared
+        rows = dims.pop(labelled_rows.KEY, 0)
         if key not in cache:
-            cache[key] = prepare(source, dims, self.target)
+            cut = labelled_rows.prepare_labelled(source, rows, dims, self.target) if rows else None
+            if rows and cut is None:
+                self._label_note = None  # why: the whole graph serves, under one key
+            cache[key] = prepare(source, dims, self.target) if cut is None else cut
         return Program(kind, cache[key], wanted, pairs, self._memory, self.threads, self._poison)
 
     def _forget(self) -> None:

@@ -1,0 +1,162 @@
+"""Programs for labelled rows: the graph as it was before its head was cut, and how many rows a batch needs."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import json
+import logging
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from ortgraph.analysis.bind_shapes import bind_shapes, infer_unknown, is_dynamic
+from ortgraph.errors import PlanError
+from ortgraph.graph import TrainingGraph
+from ortgraph.graph.edit import remove_node
+from ortgraph.graph.text import to_text
+from ortgraph.graph.verify import verify
+from ortgraph.plan.stored_budget import stored_budget
+from ortgraph.runtime.prepare import FOLD, RECOMPUTE, lift_constants, recorded_passes, run_passes
+
+logger = logging.getLogger(__name__)
+METADATA_KEY = "ortgraph.labelled_rows"
+PASS = "select-labelled-rows"
+KEY = "labelled rows"  # stands beside the names of dimensions in the key of a program
+BUCKETS = 8  # programs hold an eighth of the rows, two eighths, ...
+_MOST = 6  # beyond so many eighths the whole graph serves: gathering and scattering cost, too
+KINDS = frozenset({"step", "accumulate", "gradients", "input_gradients", "loss"})  # programs without model outputs
+_FLOAT = re.compile(r"(?<![\w.])\d+(?:\.\d+(?:e[-+]?\d+)?|e[-+]?\d+)(?![\w.])")
+_OTHER_FORMS = ("ortgraph.evaluation", "ortgraph.plan", "ortgraph.budget")
+
+
+@dataclasses.dataclass(frozen=True)
+class LabelNote:
+    """Which labels count.
+
+    Attributes:
+        input: The data input with the labels.
+        ignore: The label that does not count.
+    """
+
+    input: str
+    ignore: int
+
+    def rows(self, labels: np.ndarray) -> int:
+        """Rows of the buffer that a batch needs: the next multiple of an eighth; 0 where the whole graph serves."""
+        each = -(-labels.size // BUCKETS)
+        used = max(1, -(-int(np.count_nonzero(labels != self.ignore)) // each)) if each else BUCKETS
+        return 0 if used > _MOST else used * each
+
+
+def keep_form(graph: TrainingGraph, note: LabelNote) -> None:
+    """Store the graph as it is, without model outputs, in its own metadata, for ``labelled_form``.
+
+    The form travels with the graph through the rest of its pipeline, as the evaluation form does.
+    """
+    form = graph.clone()
+    form.signature = form.signature.replace(outputs=())
+    wanted = {name for _, name in form.signature.graph_outputs()}
+    g = form.graph
+    kept = [v for v in g.outputs if v.name in wanted]
+    del g.outputs[:]
+    g.outputs.extend(kept)
+    for node in reversed(list(g)):
+        if not any(o.uses() or o.is_graph_output() for o in node.outputs):
+            remove_node(node)
+    for name in [n for n, v in g.initializers.items() if not v.uses() and not v.is_graph_output()]:
+        g.initializers.pop(name)
+    for key in (METADATA_KEY, *_OTHER_FORMS):
+        form.model.metadata_props.pop(key, None)
+    packed = zlib.compress(ir.to_proto(form.model).SerializeToString(deterministic=True), 6)
+    stored = {**dataclasses.asdict(note), "form": base64.b64encode(packed).decode()}
+    graph.model.metadata_props[METADATA_KEY] = json.dumps(stored)
+
+
+def seal(graph: TrainingGraph, complete: bool) -> None:
+    """Note, at the end of a pipeline, which graph the form belongs to: one that is changed later has none.
+
+    Args:
+        graph: As the pipeline left it.
+        complete: The recorded pipeline says all that was done to the graph after the form was kept; without it the
+            form would lead to another graph, and is dropped.
+    """
+    stored = graph.model.metadata_props.pop(METADATA_KEY, None)
+    if stored is not None and complete:
+        graph.model.metadata_props[METADATA_KEY] = json.dumps({**json.loads(stored), "of": _identity(graph)})
+
+
+def label_note(graph: TrainingGraph) -> LabelNote | None:
+    """What ``keep_form`` noted; None when there is nothing, or when the graph is not as its pipeline left it."""
+    stored = graph.model.metadata_props.get(METADATA_KEY)
+    if stored is None or PASS not in recorded_names(graph):
+        return None
+    read = json.loads(stored)
+    return LabelNote(read["input"], read["ignore"]) if read.get("of") == _identity(graph) else None
+
+
+def _identity(graph: TrainingGraph) -> str:
+    """A hash of the graph's text that a file keeps: ONNX holds float attributes in float32."""
+    text = _FLOAT.sub(lambda found: str(np.float32(found[0])), to_text(graph, provenance=False))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def labelled_form(graph: TrainingGraph) -> TrainingGraph:
+    """The graph that ``keep_form`` stored, with the same values."""
+    packed = json.loads(graph.model.metadata_props[METADATA_KEY])["form"]
+    model = ir.from_proto(onnx.load_from_string(zlib.decompress(base64.b64decode(packed))))
+    model.metadata_props[_OTHER_FORMS[0]] = ""  # why: programs that evaluate come from the whole graph
+    return TrainingGraph(model, values=graph.values)
+
+
+def recorded_names(graph: TrainingGraph) -> list[str]:
+    """Names of the passes of the graph's own pipeline."""
+    return [p.name for p in recorded_passes(graph)]
+
+
+def prepare_labelled(graph: TrainingGraph, rows: int, dims: Mapping[str, int], target: str) -> TrainingGraph | None:
+    """The form with a buffer of ``rows`` rows, taken through what the graph's own pipeline did after it was kept.
+
+    Args:
+        graph: With a form that fits it (``label_note``). Not changed.
+        rows: Rows of the buffer.
+        dims: Size by name of every symbolic dimension.
+        target: ``onnxruntime-training`` or ``onnxruntime``.
+
+    Returns:
+        A lowered graph with static shapes; None when nothing would get smaller.
+    """
+    form = labelled_form(graph)
+    if is_dynamic(form):
+        bind_shapes(form, dims)
+        run_passes(form, FOLD)
+        infer_unknown(form)
+    before = form.node_count()
+    run_passes(form, f"{PASS}{{rows={rows}}}")
+    if METADATA_KEY in form.model.metadata_props or form.node_count() == before:
+        return None
+    try:
+        run_passes(form, ",".join(_later(graph, target)))
+    except PlanError as error:
+        logger.info("labelled rows: the whole graph serves: %s", error)
+        return None
+    verify(form, "signature", by=PASS)
+    return lift_constants(form)
+
+
+def _later(graph: TrainingGraph, target: str) -> Iterator[str]:
+    """The passes that follow in the graph's own pipeline, for this target and within the memory that the graph has."""
+    passes = recorded_passes(graph)
+    for p in passes[[p.name for p in passes].index(PASS) + 1 :]:
+        if p.name == RECOMPUTE and "%" in p.budget:
+            limit = next((b for program in ("step", "gradients") if (b := stored_budget(graph, program))), None)
+            yield str(p if limit is None else dataclasses.replace(p, budget=str(limit)))
+        elif p.name == "lower":
+            yield str(dataclasses.replace(p, target=target))
+        elif p.name != "plan-memory":
+            yield str(p)
