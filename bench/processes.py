@@ -26,7 +26,6 @@ class Worker:
 
     Attributes:
         error: Why it cannot run; None while it can.
-        rounds: Median seconds of a step, per round.
     """
 
     def __init__(
@@ -42,7 +41,6 @@ class Worker:
         given = {**os.environ, "OMP_NUM_THREADS": str(threads), **(environment or {})}
         if preload:
             given["LD_PRELOAD"] = preload
-        self.rounds: list[float] = []
         self.error: str | None = None
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - as long as the process
         self._process = subprocess.Popen(
@@ -62,22 +60,27 @@ class Worker:
         self.error = json.loads(line)["error"]
         self.close()
 
-    def run(self, steps: int) -> float | None:
-        """One round of ``steps`` steps: its median, which is kept too."""
-        times = self.ask(f"run {steps}")
-        if times is None:
-            return None
-        self.rounds.append(statistics.median(times))
-        return self.rounds[-1]
+    def run(self, steps: int, form: str = "") -> float | None:
+        """The median seconds of some steps; None when the process ended."""
+        times = self.ask(f"run {steps} {form}".strip())
+        return statistics.median(times) if times else None
 
     def ask(self, command: str) -> Any:
         """The answer to a command; None when the process ended, and then ``error`` says so."""
+        self.send(command)
+        return self.receive()
+
+    def send(self, command: str) -> None:
+        """A command whose answer is received later, so that another process can work at the same time."""
         if self.error:
-            return None
+            return
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the missing answer tells
             print(command, file=self._process.stdin, flush=True)
-        line = self._line()
+
+    def receive(self) -> Any:
+        """The answer to the command that was sent."""
+        line = "" if self.error else self._line()
         return json.loads(line) if line else None
 
     def _line(self) -> str:
@@ -91,6 +94,8 @@ class Worker:
         return line
 
     def close(self) -> None:
+        if self._log.closed:
+            return
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._log):
@@ -135,3 +140,8 @@ def processor() -> str:
 def machine() -> str:
     """Processor and cores, in words."""
     return f"{processor()}, {os.cpu_count()} cores"
+
+
+def is_busy() -> bool:
+    """Whether others take a good part of the machine: more than half a core over the last minute."""
+    return hasattr(os, "getloadavg") and os.getloadavg()[0] > 0.5

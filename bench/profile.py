@@ -27,22 +27,27 @@ from bench.workloads import MEASURED, attentions
 
 
 def profile_side(side: Side, steps: int, preload: str | None, lock: str | None = None) -> dict[str, Any]:
-    """``step_ms``, ``groups`` and ``operators`` of a side, or ``error``."""
-    worker = Worker(dataclasses.asdict(side), side.threads, preload, environment={"BENCH_KERNEL_PROFILE": "1"})
+    """``step_ms``, ``groups`` and ``operators`` of a side, or ``error``. Kinds ``eager`` and ``compile`` are PyTorch's."""
+    form = f"{side.kind} {side.precision}" if side.kind in ("eager", "compile") else ""
+    process = dataclasses.replace(side, kind="torch") if form else side
+    worker = Worker(dataclasses.asdict(process), side.threads, preload, environment={"BENCH_KERNEL_PROFILE": "1"})
+    entry: dict[str, Any] = dataclasses.asdict(side)
     try:
         worker.wait_ready()
+        failed = (worker.ask(f"warm {form}") or {}).get(form) if form else None
+        if failed or worker.error:
+            return {**entry, "error": failed or worker.error}
         with alone(lock):
-            worker.run(steps)
-            rows = worker.ask(f"profile {steps}")
-            worker.run(steps)
+            before = worker.run(steps, form)
+            rows = worker.ask(f"profile {steps} {form}".strip())
+            after = worker.run(steps, form)
     finally:
         worker.close()
-    entry: dict[str, Any] = {**dataclasses.asdict(side)}
-    if worker.error or rows is None:
+    if before is None or after is None or rows is None:
         return {**entry, "error": worker.error}
-    step_ms = 1e3 * min(worker.rounds)
-    operators = [OperatorTime(**r) for r in rows]
-    return {**entry, "step_ms": step_ms, "groups": by_group(operators, step_ms), "operators": rows}
+    step_ms = 1e3 * min(before, after)
+    groups = by_group([OperatorTime(**r) for r in rows], step_ms)
+    return {**entry, "step_ms": step_ms, "groups": groups, "operators": rows}
 
 
 def sides_of(options: argparse.Namespace, workload: str, precision: str) -> list[Side]:

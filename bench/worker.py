@@ -1,13 +1,15 @@
 """One side of a comparison in a process of its own.
 
-Started with one argument, a Side as JSON. It answers ``ready`` or ``{"error": ...}``, then reads lines: ``run N`` is
-answered with N step times in seconds, ``profile N`` with the times of operators over N steps, ``work`` with the matrix
-products of the captured graph and their number.
+Started with one argument, a Side as JSON. It answers ``ready`` or ``{"error": ...}``, then reads lines: ``run N [FORM]`` is
+answered with N step times in seconds, ``profile N [FORM]`` with the times of operators over N steps, ``work`` with the
+matrix products of the captured graph and their number, ``warm FORM, FORM`` with why a form cannot run (null: it can).
+PyTorch's process has the forms ``eager fp32``, ``compile bf16`` and so on, of one module and one optimizer.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import sys
@@ -28,10 +30,10 @@ class Side:
 
     Attributes:
         kind: ``ortgraph``, ``gradients`` (ortgraph without an update), ``raw`` and ``raw-gradients`` (the captured
-            graph in ONNX Runtime), ``eager`` or ``compile`` (PyTorch).
+            graph in ONNX Runtime), ``torch``.
         workload: A name of ``bench.workloads`` or ``file.py:function``.
         attention: Attention implementation; empty where there is no choice.
-        precision: ``fp32`` or ``bf16``.
+        precision: ``fp32`` or ``bf16``; PyTorch's process has both.
         threads: Threads of one operator.
         level: Preset of ortgraph.
     """
@@ -49,13 +51,13 @@ class Runner:
     """A step, and what else is asked about it.
 
     Attributes:
-        step: Runs one step.
-        profile: Rows of ``bench.profile_groups.OperatorTime`` as dicts, over a number of steps.
+        step: The function that runs one step of a form; sides with one form take any name.
+        profile: Rows of ``bench.profile_groups.OperatorTime`` as dicts, over a number of steps of a form.
         work: (batch, rows, inner, columns, count) of every matrix product before anything was optimized.
     """
 
-    step: Callable[[], Any]
-    profile: Callable[[int], list[dict[str, Any]]] | None = None
+    step: Callable[[str], Callable[[], Any]]
+    profile: Callable[[str, int], list[dict[str, Any]]] | None = None
     work: tuple[tuple[int, ...], ...] = ()
 
 
@@ -96,26 +98,30 @@ def torch_loss(made: dict[str, Any], compiled: bool) -> Callable[[], Any]:
 def torch_runner(side: Side) -> Runner:
     """PyTorch's full step: forward, backward, AdamW(fused=True); bf16 by autocast."""
     import torch
+    import torch._inductor.config as inductor
 
     from bench.torch_profile import profile_torch
 
     torch.set_num_threads(side.threads)
-    if side.kind == "compile":
-        import torch._inductor.config as inductor
-
-        inductor.cpp.enable_kernel_profile = os.environ.get("BENCH_KERNEL_PROFILE") == "1"
+    inductor.cpp.enable_kernel_profile = os.environ.get("BENCH_KERNEL_PROFILE") == "1"
     made = build(side.workload, side.attention)
-    forward = torch_loss(made, side.kind == "compile")
     optimizer = torch.optim.AdamW(made["module"].parameters(), lr=LEARNING_RATE, fused=True)
 
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        with torch.autocast("cpu", torch.bfloat16, enabled=side.precision == "bf16"):
-            loss = forward()
-        loss.backward()
-        optimizer.step()
+    @functools.cache
+    def pick(form: str) -> Callable[[], Any]:
+        kind, precision = form.split()
+        forward = torch_loss(made, kind == "compile")
 
-    return Runner(step, lambda steps: profile_torch(step, steps))
+        def step() -> None:
+            optimizer.zero_grad(set_to_none=True)
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+                loss = forward()
+            loss.backward()
+            optimizer.step()
+
+        return step
+
+    return Runner(pick, lambda form, steps: profile_torch(pick(form), steps))
 
 
 def precision_options(side: Side) -> dict[str, Any]:
@@ -135,11 +141,11 @@ def ortgraph_runner(side: Side) -> Runner:
     del graph
     session = ortgraph.TrainingSession(result.graph, threads=side.threads)
 
-    def profile(steps: int) -> list[dict[str, Any]]:
+    def profile(form: str, steps: int) -> list[dict[str, Any]]:
         times = session.profile(batch, "step", steps)
         return [dataclasses.asdict(t) for t in graph_times(times, session.program("step", batch).order)]
 
-    return Runner(lambda: session.step(batch), profile, work)
+    return Runner(lambda form: lambda: session.step(batch), profile, work)
 
 
 def gradients_runner(side: Side) -> Runner:
@@ -151,7 +157,7 @@ def gradients_runner(side: Side) -> Runner:
     session = ortgraph.TrainingSession(result.graph, threads=side.threads)
     session.gradients(batch)
     (program,) = (p for p in session.programs if p.name == "gradients")
-    return Runner(program.run)
+    return Runner(lambda form: program.run)
 
 
 def raw_runner(side: Side) -> Runner:
@@ -208,12 +214,11 @@ def raw_runner(side: Side) -> Runner:
             binding.bind_ortvalue_input(source, held[source])
             binding.bind_ortvalue_output(target, spare[target])
 
-    return Runner(step)
+    return Runner(lambda form: step)
 
 
 MAKERS: dict[str, Callable[[Side], Runner]] = {
-    "eager": torch_runner,
-    "compile": torch_runner,
+    "torch": torch_runner,
     "raw": raw_runner,
     "raw-gradients": raw_runner,
     "gradients": gradients_runner,
@@ -236,14 +241,32 @@ def answer(runner: Runner, command: str) -> Any:
     Raises:
         ValueError: The side has no profile.
     """
-    word, *count = command.split()
+    word, *rest = command.split(maxsplit=1)
     if word == "work":
         return runner.work
+    if word == "warm":
+        return {form: warm(runner, form) for form in rest[0].split(", ")}
+    count, *form = rest[0].split(maxsplit=1)
+    name = form[0] if form else ""
     if word == "run":
-        return time_steps(runner.step, int(count[0]))
+        return time_steps(runner.step(name), int(count))
     if runner.profile is None:
         raise ValueError("this side has no profile")
-    return runner.profile(int(count[0]))
+    return runner.profile(name, int(count))
+
+
+def warm(runner: Runner, form: str) -> str | None:
+    """The first steps of a form; why it cannot run."""
+    try:
+        time_steps(runner.step(form), WARM_UP)
+    except Exception as error:  # noqa: BLE001 - whatever it is becomes a row of the report
+        traceback.print_exc()
+        return in_one_line(error)
+    return None
+
+
+def in_one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def main() -> None:
@@ -252,11 +275,11 @@ def main() -> None:
     side = Side(**json.loads(sys.argv[1]))
     try:
         runner = MAKERS[side.kind](side)
-        time_steps(runner.step, WARM_UP)
+        if side.kind != "torch":
+            time_steps(runner.step(""), WARM_UP)
     except Exception as error:  # noqa: BLE001 - whatever it is becomes a row of the report
         traceback.print_exc()
-        text = f"{type(error).__name__}: {error}"
-        print(json.dumps({"error": " ".join(text.split())[:300]}), file=answers, flush=True)
+        print(json.dumps({"error": in_one_line(error)}), file=answers, flush=True)
         return
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
