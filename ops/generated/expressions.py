@@ -79,11 +79,13 @@ class Result:
         expr: What is written or summed.
         column: Whether it is summed over the rows.
         dtype: Element type outside.
+        width: Width of its rows, whatever that of the expression: a number per row may be written along a row.
     """
 
     expr: int
     column: bool
     dtype: ir.DataType
+    width: Width
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,8 +112,9 @@ class Region:
 
     @property
     def widths(self) -> tuple[Width, ...]:
-        """All widths, in order of first use."""
-        found: dict[Width, None] = {}
+        """All widths: that of column sums first, which all have the same one, then in order of first use."""
+        found: dict[Width, None] = {r.width: None for r in self.results if r.column}
+        found.update((r.width, None) for r in self.results if r.width != ROW)
         for e in self.exprs:
             for width in (e.width, e.data if e.op in REDUCTIONS or e.op == "width" else ROW):
                 if width != ROW:

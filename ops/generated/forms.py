@@ -43,12 +43,24 @@ def form_of(node: ir.Node) -> Form | str:
     values = [v for v in (*node.inputs, *node.outputs) if v is not None and v.name]
     if any(v.shape is None or v.dtype is None or len(v.shape) > MAX_RANK for v in values):
         return "a shape is not known"
+    if _narrow(node):
+        return "its rows have one column"
     if any(not isinstance(d, int) and d.value is None for v in values for d in v.shape):  # type: ignore[union-attr]
         return "a dimension has no name"
     if not node.outputs[0].name:
         return "its first output is left out"
     made = _form(node)
     return made if isinstance(made, str) else _checked(node, made)
+
+
+def _narrow(node: ir.Node) -> bool:
+    """Whether an operator along rows meets rows of one element, which count as numbers per row."""
+    along = node.op_type in (*_ROWWISE, *_DRAWS, *_MOVES, "DropoutGrad") or node.op_type.startswith("Reduce")
+    if not along:
+        return False
+    values = [v for v in (node.inputs[0], *node.outputs) if v is not None and v.shape is not None]
+    values = values[:1] if node.op_type not in _MOVES else values
+    return any(not len(v.shape) or v.shape[-1] == 1 for v in values)  # type: ignore[arg-type]
 
 
 def _checked(node: ir.Node, made: Form) -> Form | str:

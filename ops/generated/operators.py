@@ -106,18 +106,20 @@ def read_region(body: ir.Function) -> Region:
         if is_column_sum(node):
             source = node.inputs[0]
             assert source is not None
-            expr = reader.read(source, *reader.space(source))
-            results[node.outputs[0]] = Result(expr, True, node.outputs[0].dtype)  # type: ignore[arg-type]
+            lead, width = reader.space(source)
+            results[node.outputs[0]] = Result(reader.read(source, lead, width), True, node.outputs[0].dtype, width)  # type: ignore[arg-type]
             continue
         for position, expr in _columns(reader, node).items():
-            results[node.outputs[position]] = Result(expr, True, node.outputs[position].dtype)  # type: ignore[arg-type]
+            width = reader.space(node.inputs[0])[1]  # type: ignore[arg-type]
+            results[node.outputs[position]] = Result(expr, True, node.outputs[position].dtype, width)  # type: ignore[arg-type]
         HANDLERS[node.domain, node.op_type](reader, node)
     found = []
     for output in body.outputs:
         known = results.get(output)
         if known is None:
-            expr = reader.read(output, *reader.space(output))
-            known = Result(expr, False, output.dtype)  # type: ignore[arg-type]
+            lead, width = reader.space(output)
+            expr = reader.read(output, lead, width)
+            known = Result(expr, False, output.dtype, ROW if width == 1 else width)  # type: ignore[arg-type]
         found.append(known)
     types = tuple(v.dtype for v in inputs)
     rows = reader.space(rows_of(body))[0]

@@ -102,7 +102,7 @@ def _roots(region: Region, stages: tuple[int, ...]) -> Iterator[tuple[int, int]]
         if e.op in REDUCTIONS:
             yield stages[e.args[0]], e.args[0]
     for r in region.results:
-        if r.column or region.exprs[r.expr].width != ROW:
+        if r.width != ROW:
             yield stages[r.expr], r.expr
 
 
@@ -156,8 +156,8 @@ def _loops(region: Region, stages: tuple[int, ...], kept: dict[int, int]) -> tup
         if e.op in REDUCTIONS:
             at(stages[e.args[0]], e.data)[1].append(i)  # type: ignore[arg-type]
     for i, r in enumerate(region.results):
-        if exprs[r.expr].width != ROW:
-            at(stages[r.expr], exprs[r.expr].width)[2].append(i)
+        if r.width != ROW:
+            at(stages[r.expr], r.width)[2].append(i)
     for i in kept:
         at(stages[i], exprs[i].width)[3].append(i)
     order = sorted(groups, key=lambda key: key[0])  # stable: widths of one stage in order of first use
@@ -183,7 +183,7 @@ def inplace_pairs(plan: Schedule) -> tuple[tuple[int, int], ...]:
             if result.column or result.dtype != dtype or i not in last:
                 continue
             # One number per row is read when a row begins, and written when it ends.
-            row_result = region.exprs[result.expr].width == ROW
+            row_result = result.width == ROW
             if row_result != (last[i] < 0):
                 continue
             if row_result or last[i] <= written[o]:

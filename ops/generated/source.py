@@ -209,12 +209,11 @@ class Writer:
             if number + 1 == len(plan.loops) or plan.loops[number + 1].stage != loop.stage:
                 self._row_numbers(loop.stage + 1)
         for i, result in enumerate(region.results):
-            if not result.column and region.exprs[result.expr].width == ROW:
+            if result.width == ROW:
                 self._line(f"put_one(out{i} + r, {self._name(result.expr)});")
 
     def _pointers(self, tile: str) -> None:
         more = " + first" if tile else ""
-        done = set()
         for i, e in enumerate(self.region.exprs):
             if e.op != "load" or self._hoisted(i):
                 continue
@@ -227,9 +226,8 @@ class Writer:
                 w = self._width[e.width]
                 self._line(f"const auto* x{i} = in{access.input}{f' + {row} * {w}' if row else ''}{more};")
         for i, result in enumerate(self.region.results):
-            width = self.region.exprs[result.expr].width
-            if not result.column and width != ROW and i not in done:
-                self._line(f"auto* y{i} = out{i} + r * {self._width[width]}{more};")
+            if not result.column and result.width != ROW:
+                self._line(f"auto* y{i} = out{i} + r * {self._width[result.width]}{more};")
 
     def _row_numbers(self, stage: int) -> None:
         for i, e in enumerate(self.region.exprs):

@@ -156,14 +156,14 @@ class Regions:
         return found  # type: ignore[return-value]
 
     def _siblings(self) -> Iterator[tuple[ir.Node, ir.Node]]:
-        """Pairs of readers of one large value that lie side by side."""
+        """Pairs of readers of one value that lie side by side."""
         readers: dict[ir.Value, list[ir.Node]] = {}
         for node in self.nodes:
             if node not in self.forms:
                 continue
             for value, source, _ in self._operands(node):
                 space = self.forms[node].spaces[list(node.inputs).index(value)]
-                if space is not None and operand_layout(value, space) is not None and bytes_of(value) > 4096:
+                if space is not None and operand_layout(value, space) is not None:
                     readers.setdefault(source, []).append(node)
         for nodes in readers.values():
             for first, second in zip(nodes, nodes[1:], strict=False):
