@@ -32,6 +32,7 @@ FAMILIES = (
     "elementwise",
     "movement",
     "matmul",
+    "product",
     "reduction",
     "activation",
     "normalization",

@@ -25,9 +25,10 @@ CLASSES = (
 )  # fmt: skip
 UNKNOWN_DIMENSION = 64  # a symbolic dimension counts as this many
 
-_PRODUCTS = frozenset(
-    {"MatMul", "Gemm", "FusedMatMul", "TransposeMatMul", "FusedGemm", "Einsum", "MatMulInteger", "LSTM", "GRU", "RNN"}
-)
+_PRODUCTS = frozenset({
+    "MatMul", "Gemm", "FusedMatMul", "TransposeMatMul", "FusedGemm", "Einsum", "MatMulInteger", "LSTM", "GRU", "RNN",
+    "Product",
+})  # fmt: skip
 _CONVOLUTIONS = frozenset({"Conv", "ConvTranspose", "FusedConv", "ConvGrad"})
 _TRANSCENDENTAL = frozenset({
     "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Cos", "Cosh", "Sin", "Sinh", "Tan", "Tanh", "Erf", "Exp", "Log",
@@ -114,7 +115,9 @@ def work_of(node: ir.Node) -> Work:
     rule = spec_of(node).flops
     flops, moved = rule(node) if rule is not None else 0, moved_bytes(node)
     if kind == "product":
-        return Work(kind, (f"product:{_orientation(node)}", kind), flops, moved, _product_features(node, flops))
+        precision = attribute(node, "precision", "fp32")
+        own = (f"product:{precision}:{_orientation(node)}", f"product:{precision}") if precision != "fp32" else ()
+        return Work(kind, (*own, f"product:{_orientation(node)}", kind), flops, moved, _product_features(node, flops))
     name, form = operator(node), _form(node, kind)
     names = (f"{name}:{form}", f"{kind}:{form}", name, kind) if form else (name, kind)
     features = _convolution_features(node, flops) if kind == "convolution" else {}

@@ -112,6 +112,8 @@ def _form_differs(entry: KernelEntry, node: ir.Node) -> str | None:
         leading = rank is not None and axes is not None and sorted(a % rank for a in axes) == list(range(rank - 1))
         if rank is None or rank < 2 or not leading:
             return "the kernel sums over all dimensions but the last"
+    if entry.name == "Product" and any(v is None or v.shape is None or len(v.shape) < 2 for v in node.inputs[:2]):
+        return "the kernel takes matrices and batches of them only"
     if entry.name in ("Attention", "AttentionGrad"):
         precision = node.attributes.get("precision")
         if precision is not None and precision.as_string() == "fp16":

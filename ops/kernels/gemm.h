@@ -6,7 +6,8 @@
 // shape alone, so the bits are the same at any number of threads.
 //
 // What `piece` is given:
-//   A: Rows rows(m0, mn, k0, kn, Word* space)                                 at most kPanelRows * kMaxPanels rows
+//   A: std::int64_t space_words(mn, kn)                                       that `rows` packs into
+//      Rows rows(m0, mn, k0, kn, Word* space)                                 a block's rows
 //   B: Columns panel(n0, nn, k0, kn, width, once, Word* space)                `once`: few rows read it
 //   Epilogue: float* place(m, n, nn)       where sums may be left as the result, or null
 //             std::int64_t width()         from one row of `place` to the next
@@ -25,36 +26,61 @@ constexpr std::int64_t kMaxRows = 288;                              // of a piec
 constexpr std::int64_t kMaxSums = 72 * 1024;                        // floats: of a piece with several blocks over k
 constexpr std::int64_t kFewRows = 48;
 
+constexpr double kMultiplyAdds = 250;  // a nanosecond
+constexpr double kPackNs = 0.08;       // an element
+constexpr double kPieceNs = 500;
+constexpr double kPartNs = 8000;       // of work that one hand-over is worth
+constexpr std::int64_t kMaxParts = 32;
+
+// Steps of a block over k, in elements.
+template <class Arithmetic>
+constexpr std::int64_t depth() {
+  return kBlockWords * Arithmetic::kDepth;
+}
+
 struct Block {
   std::int64_t m0, mn, n0, nn;
 };
 
-// Packing buffers of a thread: allocated at its first product, then kept.
+// Packing buffers of a thread. They grow to what its largest product so far wants and are kept: memory that is given
+// back to the system comes back as page faults. ops/kernels/product_scratch.py states their sizes.
 struct Space {
-  Scratch<Word> a{static_cast<std::size_t>(kMaxRows * (kBlockWords + kLanes))};
-  Scratch<Word> b{static_cast<std::size_t>(kColumns * kBlockWords)};
-  Scratch<float> sums{static_cast<std::size_t>(kMaxSums)};
-  static const Space& own() {
-    thread_local const Space space;
+  Scratch<Word> a{0}, b{0};
+  Scratch<float> sums{0};
+  std::size_t sizes[3] = {};
+
+  template <class T>
+  T* at_least(Scratch<T>& buffer, std::size_t& has, std::int64_t count) {
+    if (has < static_cast<std::size_t>(count)) {
+      has = static_cast<std::size_t>(count);
+      buffer = Scratch<T>(has);
+    }
+    return buffer.data();
+  }
+  static Space& own() {
+    thread_local Space space;
     return space;
   }
 };
 
 template <class Arithmetic, class A, class B, class Epilogue>
 void piece(const A& a, const B& b, const Epilogue& epilogue, const Block& block, std::int64_t k) {
-  constexpr std::int64_t kDepth = Arithmetic::kDepth, kDeep = kBlockWords * kDepth;
-  const Space& space = Space::own();
-  const std::int64_t wide = (block.nn + kLanes - 1) / kLanes * kLanes;
+  constexpr std::int64_t kDepth = Arithmetic::kDepth, kDeep = depth<Arithmetic>();
+  Space& space = Space::own();
+  const std::int64_t steps = (std::min(kDeep, k) + kDepth - 1) / kDepth, wide = (block.nn + kLanes - 1) / kLanes * kLanes;
+  Word* const a_space = space.at_least(space.a, space.sizes[0], a.space_words(block.mn, std::min(kDeep, k)));
+  Word* const b_space = space.at_least(space.b, space.sizes[1], kColumns * steps);
+  float* const all_sums = space.at_least(space.sums, space.sizes[2], k > kDeep ? block.mn * wide : 0);
   alignas(64) float tile[kRows * kColumns];
   for (std::int64_t k0 = 0; k0 == 0 || k0 < k; k0 += kDeep) {
     const std::int64_t kn = std::min(kDeep, k - k0);
     const bool last = k0 + kn == k;
-    const Rows rows = a.rows(block.m0, block.mn, k0, kn, space.a.data());
+    const Rows rows = a.rows(block.m0, block.mn, k0, kn, a_space);
     for (std::int64_t n = 0; n < block.nn; n += kColumns) {
       const std::int64_t nn = std::min<std::int64_t>(kColumns, block.nn - n);
       const int vectors = static_cast<int>((nn + kLanes - 1) / kLanes);
       const Columns columns =
-          b.panel(block.n0 + n, nn, k0, kn, vectors * kLanes, block.mn <= kFewRows, space.b.data());
+          b.panel(block.n0 + n, nn, k0, kn, vectors * kLanes, block.mn <= kFewRows, b_space);
       const Multiply whole = tile_of<Arithmetic>(kRows, vectors);
       for (std::int64_t m = 0; m < block.mn; m += kRows) {
         const int count = static_cast<int>(std::min<std::int64_t>(kRows, block.mn - m));
@@ -64,7 +90,7 @@ void piece(const A& a, const B& b, const Epilogue& epilogue, const Block& block,
         std::int64_t width = epilogue.width();
         if (!placed) {
           const bool single = k <= kDeep;
-          sums = single ? tile : space.sums.data() + m * wide + n;
+          sums = single ? tile : all_sums + m * wide + n;
           width = single ? kColumns : wide;
         }
         multiply({rows.row(m), rows.row_step, rows.step, columns.at, columns.step, (kn + kDepth - 1) / kDepth, sums, width,
@@ -79,15 +105,17 @@ void piece(const A& a, const B& b, const Epilogue& epilogue, const Block& block,
 struct Cut {
   std::int64_t rows = 1, columns = 1, row_pieces = 1, column_pieces = 1;
   std::int64_t pieces() const { return row_pieces * column_pieces; }
+  // Pieces that a thread takes at a time, so that a hand-over is worth it.
+  std::int64_t together(std::int64_t k, std::int64_t batch) const {
+    const double ns = static_cast<double>(rows) * static_cast<double>(columns) * static_cast<double>(k) / kMultiplyAdds;
+    const std::int64_t few = std::max<std::int64_t>(pieces() * batch / kMaxParts, 1);
+    return std::min<std::int64_t>(static_cast<std::int64_t>(kPartNs / (ns + 1)) + 1, few);
+  }
   Block block(std::int64_t piece, std::int64_t m, std::int64_t n) const {
     const std::int64_t m0 = piece / column_pieces * rows, n0 = piece % column_pieces * columns;
     return {m0, std::min(rows, m - m0), n0, std::min(columns, n - n0)};
   }
 };
-
-constexpr double kMultiplyAdds = 250;  // a nanosecond
-constexpr double kPackNs = 0.08;       // an element
-constexpr double kPieceNs = 500;
 
 inline Cut cut(std::int64_t m, std::int64_t n, std::int64_t k, std::int64_t batch, bool pack_a, std::int64_t deep) {
   constexpr std::int64_t counts[] = {1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128};

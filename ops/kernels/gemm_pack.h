@@ -138,6 +138,12 @@ struct Dense {
     return kWords && (Arithmetic::kDepth == 2 || rounding == Rounding::kNone) && kn % Arithmetic::kDepth == 0;
   }
 
+  bool rows_in_place(std::int64_t kn) const { return along_k && in_place(kn) && stride % Arithmetic::kDepth == 0; }
+  std::int64_t space_words(std::int64_t mn, std::int64_t kn) const {
+    const std::int64_t steps = (kn + Arithmetic::kDepth - 1) / Arithmetic::kDepth;
+    if (!along_k) return (mn + kPanelRows - 1) / kPanelRows * kPanelRows * steps;
+    return mn * row_words(steps);
+  }
   Rows rows(std::int64_t m0, std::int64_t mn, std::int64_t k0, std::int64_t kn, Word* space) const {
     const std::int64_t steps = (kn + Arithmetic::kDepth - 1) / Arithmetic::kDepth;
     if (!along_k) {
@@ -146,7 +152,7 @@ struct Dense {
       }
       return {space, 1, kPanelRows, kPanelRows * steps};
     }
-    if (in_place(kn) && stride % Arithmetic::kDepth == 0) {
+    if (rows_in_place(kn)) {
       const std::int64_t step = stride / Arithmetic::kDepth;
       return {reinterpret_cast<const Word*>(data + m0 * stride + k0), step, 1, kPanelRows * step};
     }

@@ -209,6 +209,7 @@ void add_loss(Definitions& to);
 void add_movement(Definitions& to);
 void add_normalization(Definitions& to);
 void add_optimizer(Definitions& to);
+void add_product(Definitions& to);
 void add_random(Definitions& to);
 void add_reduction(Definitions& to);
 void add_softmax(Definitions& to);

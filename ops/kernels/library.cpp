@@ -14,6 +14,7 @@ extern "C" __attribute__((visibility("default"))) ortgraph::Status* RegisterCust
     add_movement(made);
     add_normalization(made);
     add_optimizer(made);
+    add_product(made);
     add_random(made);
     add_reduction(made);
     add_softmax(made);

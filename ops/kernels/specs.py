@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import onnx_ir as ir
 
 from ortgraph.ops.kernels.table import KERNELS as TABLE
@@ -120,11 +122,22 @@ def _retyped(rule: InferRule, entry: KernelEntry, op_type: str) -> InferRule:
     return retyped_rule if entry.named_groups else rule
 
 
+def _flops(entry: KernelEntry) -> Callable[[ir.Node], int]:
+    if entry.name != "Product":
+        return elements_flops(8)
+
+    def rule(node: ir.Node) -> int:
+        count = lookup(COMPOSITE, entry.name).flops
+        return 0 if count is None else count(node)
+
+    return rule
+
+
 def _spec(entry: KernelEntry, op_type: str) -> OpSpec:
     return OpSpec(
         DOMAIN, op_type, elementwise=entry.name in _ELEMENTWISE, recompute=entry.name not in _OPTIMIZERS,
         inplace=entry.inplace, infer=_retyped(_INFER.get(entry.name) or _as_composite(entry.name), entry, op_type),
-        flops=elements_flops(8), doc=entry.doc,
+        flops=_flops(entry), doc=entry.doc,
         optional_outputs=tuple(i for i, name in enumerate(entry.outputs) if name.endswith("?")),
     )  # fmt: skip
 

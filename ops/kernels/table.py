@@ -11,7 +11,7 @@ from typing import Any
 import onnx_ir as ir
 
 from ortgraph.graph.edit import static_shape
-from ortgraph.ops.kernels import attention_scratch
+from ortgraph.ops.kernels import attention_scratch, product_scratch
 from ortgraph.ops.shapes import attribute
 from ortgraph.ops.spec import COMPOSITE
 
@@ -237,6 +237,12 @@ _ENTRIES = (
     _multi("AdamW", _ADAM, 2),
     _multi("LAMB", _LAMB, 2, _lamb_sums),
     _multi("SGD", _SGD, 1),
+    _composite(
+        "Product", ("A", "B", "Bias?", "Addend?"), ("Y?", "Z?"),
+        ("transA", "transB", "alpha", "precision", "activation"), ((3, 0),), low=(("A",), ("B",), ("Addend?", "Y?", "Z?")),
+        half=True, thread_scratch=product_scratch.thread_bytes,
+        doc="the composite: operands are rounded while they are packed, the rest is done on finished sums",
+    ),
     KernelEntry(
         "EmbeddingAdamW", ("LearningRate", "Step", "W", "dY", "Indices", "M", "V", "GradScale?"), ("W'", "M'", "V'"),
         (*_ADAM, "padding_idx"), ((2, 0), (5, 1), (6, 2)), integers=frozenset({"Step", "Indices"}),

@@ -97,6 +97,7 @@ CASES = {
         [np.float32(2), _SCORES, _TARGET, None, np.float32(9), _f(_ROWS) + 5], 1, {},
     ),
     "SquaredNorm": ([_f(70001), _f(3, 5), _f(_ROWS, _WIDTH)], 1, {}),
+    "Product": ([_f(_ROWS, 1100), _f(1100, _WIDTH), _f(_WIDTH), _f(_ROWS, _WIDTH)], 2, {"precision": "bf16"}),
     "Transpose": ([_f(5, _ROWS, _WIDTH)], 1, {"perm": [2, 0, 1]}),
     "BiasGrad": ([_f(_ROWS, _WIDTH)], 1, {}),
     "Dropout": ([_f(_ROWS, _WIDTH), _KEY, _STEP], 2, {"ratio": 0.3, "node": 5}),

@@ -1,0 +1,31 @@
+"""Packing buffers that a thread keeps for matrix products (gemm.h): an upper bound from the shape alone."""
+
+from __future__ import annotations
+
+import math
+
+import onnx_ir as ir
+
+from ortgraph.graph.edit import static_shape
+from ortgraph.ops.shapes import attribute
+
+_BLOCK, _ROWS, _SUMS = 512, 288, 72 * 1024  # gemm.h: words of a block over k, rows and sums of a piece
+_PANEL, _LANES, _COLUMNS = 48, 16, 64
+
+
+def thread_bytes(node: ir.Node) -> int:
+    """Bytes for each thread of a product: rows of A and a panel of B as words, sums where blocks over k add up."""
+    a, b = (static_shape(value) if (value := node.inputs[i]) is not None else None for i in (0, 1))
+    if not a or not b or len(a) < 2 or len(b) < 2:
+        return 0
+    rows, inner = a[-2:] if not attribute(node, "transA", 0) else a[:-3:-1]
+    columns = b[-2 if attribute(node, "transB", 0) else -1]
+    tall = math.prod(a[:-2]) * rows  # one tall product where B has no batch
+    steps = min(inner, _BLOCK)  # a word of bfloat16 holds two: half as many then
+    packed = _up(min(tall, _ROWS), _PANEL) * (_up(steps, _LANES) + _LANES)
+    sums = min(_up(tall, 6) * _up(columns, _COLUMNS), _SUMS) if inner > _BLOCK else 0
+    return 4 * (packed + _COLUMNS * steps + sums)
+
+
+def _up(n: int, to: int) -> int:
+    return -(-n // to) * to
