@@ -20,6 +20,7 @@ import onnx_ir as ir
 from ortgraph.errors import RuntimeSetupError
 from ortgraph.ops.kernels import library
 from ortgraph.ops.kernels.table import BY_OPERATOR, KERNELS, KernelEntry, base_name, variant_name
+from ortgraph.ops.kernels.windows import WINDOWED, window_differs
 from ortgraph.ops.shapes import ints_of
 from ortgraph.ops.spec import KERNELS as DOMAIN
 
@@ -107,6 +108,8 @@ def _form_differs(entry: KernelEntry, node: ir.Node) -> str | None:
         axis = -1 if found is None else found.as_int()
         if axis != -1 and (rank is None or axis != rank - 1):
             return "the kernel works over the last axis only"
+    if entry.name in WINDOWED and (differs := window_differs(node)) is not None:
+        return differs
     if entry.name == "BiasGrad":
         axes = ints_of(node.inputs[1]) if len(node.inputs) > 1 else None
         leading = rank is not None and axes is not None and sorted(a % rank for a in axes) == list(range(rank - 1))

@@ -204,11 +204,15 @@ void add_variants(Definitions& to, const char* name, const std::vector<Port>& in
 void add_activation(Definitions& to);
 void add_attention(Definitions& to);
 void add_attention_grad(Definitions& to);
+void add_batch_norm(Definitions& to);
+void add_convolution(Definitions& to);
+void add_convolution_grad(Definitions& to);
 void add_embedding(Definitions& to);
 void add_loss(Definitions& to);
 void add_movement(Definitions& to);
 void add_normalization(Definitions& to);
 void add_optimizer(Definitions& to);
+void add_pooling(Definitions& to);
 void add_product(Definitions& to);
 void add_random(Definitions& to);
 void add_reduction(Definitions& to);

@@ -8,6 +8,7 @@ import onnx_ir as ir
 
 from ortgraph.ops.kernels.table import KERNELS as TABLE
 from ortgraph.ops.kernels.table import KernelEntry, output_types
+from ortgraph.ops.kernels.windows import Window
 from ortgraph.ops.shapes import Types, attribute, elements_flops, given, like, normalized_axis, retyped, shape_of, typed
 from ortgraph.ops.spec import COMPOSITE, InferRule, OpSpec, lookup, register
 from ortgraph.ops.spec import KERNELS as DOMAIN
@@ -83,7 +84,18 @@ def _transpose(node: ir.Node) -> Types:
     return [retyped(x, tuple(shape[i] for i in perm))]
 
 
+def _conv(node: ir.Node) -> Types:
+    """Y of Conv from the shapes of X and W."""
+    x, w = given(node, 0), given(node, 1)
+    size, window = shape_of(x), shape_of(w)
+    if size is None or window is None or not all(isinstance(d, int) for d in (*size[2:], *window)):
+        return [retyped(x, None)]
+    sizes = Window.of(node, size, window)
+    return [retyped(x, (size[0], window[0], *sizes.out))]
+
+
 _INFER: dict[str, InferRule] = {
+    "Conv": _conv,
     "MultiAdamW": _multi(2),
     "MultiLAMB": _multi(2),
     "MultiSGD": _multi(1),

@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from ortgraph.graph.edit import static_shape
 from ortgraph.ops.kernels import attention_scratch, product_scratch
+from ortgraph.ops.kernels.windows import conv_grad_scratch, conv_grad_thread_scratch, conv_scratch
 from ortgraph.ops.shapes import attribute
 from ortgraph.ops.spec import COMPOSITE
 
@@ -221,7 +222,33 @@ def _gradient(name: str, saved: str, doc: str) -> KernelEntry:
     return _composite(name, ("dY", saved), ("dX",), inplace=_BOTH, doc=doc)
 
 
+_POOL = ("kernel_shape", "strides", "pads", "count_include_pad")
+_WINDOW = ("strides", "pads", "dilations", "group", "kernel_shape", "auto_pad", "precision")
+
 _ENTRIES = (
+    _composite(
+        "BatchNorm", ("X", "Scale", "Bias", "RunningMean", "RunningVar"),
+        ("Y?", "NewMean?", "NewVar?", "SavedMean?", "SavedInvStd?"), ("epsilon", "momentum"), ((0, 0), (3, 1), (4, 2)),
+        low=(("X", "Y?"),), doc="the composite: three passes over a channel that stays in the cache",
+    ),
+    _composite(
+        "BatchNormGrad", ("dY", "X", "Scale", "SavedMean", "SavedInvStd"), ("dX?", "dScale?", "dBias?"), (),
+        (*_BOTH, (2, 1)), low=(("dY", "X", "dX?"),), doc="the composite in two passes",
+    ),
+    _composite(
+        "MaxPoolGrad", ("dY", "Indices", "X"), ("dX",), integers=frozenset({"Indices"}),
+        doc="dX[Indices[i]] += dY[i], where indices stay in their plane",
+    ),
+    _composite("AveragePoolGrad", ("dY", "X"), ("dX",), _POOL, doc="the composite over one or two spatial dimensions"),
+    KernelEntry(
+        "Conv", ("X", "W", "B?"), ("Y",), _WINDOW, implements=("", "Conv"), low=(("X",), ("W",), ("Y",)),
+        scratch=conv_scratch, doc="Y = X * W + B over one or two spatial dimensions",
+    ),
+    _composite(
+        "ConvGrad", ("dY", "X", "W"), ("dX?", "dW?", "dBias?"), _WINDOW, low=(("dY",), ("X", "dX?"), ("W",)),
+        scratch=conv_grad_scratch, thread_scratch=conv_grad_thread_scratch,
+        doc="the composite over one or two spatial dimensions",
+    ),
     _composite(
         "AdamW", (*_UPDATE, "M", "V", "GradScale?", "Skip?"), ("W'", "M'", "V'"), _ADAM, ((2, 0), (4, 1), (5, 2)),
         integers=_STEP, booleans=_SKIP, doc="the composite in one pass",

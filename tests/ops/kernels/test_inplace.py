@@ -104,6 +104,17 @@ CASES = {
     "DropoutGrad": ([_f(_ROWS, _WIDTH), _f(_ROWS, _WIDTH) > 0], 1, {"ratio": 0.3}),
     "RandomUniform": ([_KEY, _STEP], 1, {"node": 5, "shape": [_ROWS, _WIDTH]}),
 }  # fmt: skip
+_IMAGES, _FILTERS, _CHANNELS = _f(5, 19, 13, 11), _f(21, 19, 3, 3), _f(19)
+CASES |= {
+    "Conv": ([_IMAGES, _FILTERS, _f(21)], 1, {"pads": [1, 1, 1, 1], "strides": [1, 2]}),
+    "ConvGrad": ([_f(5, 21, 13, 6), _IMAGES, _FILTERS], 3, {"pads": [1, 1, 1, 1], "strides": [1, 2]}),
+    "BatchNorm": ([_IMAGES, _f(19), _f(19), _f(19), _f(19) ** 2], 5, {}),
+    "BatchNormGrad": ([_f(5, 19, 13, 11), _IMAGES, _f(19), _f(19), _f(19) ** 2], 3, {}),
+    "MaxPoolGrad": (
+        [_f(5, 19, 4, 3), _indices(143, 5, 19, 4, 3) + 143 * np.arange(95).reshape(5, 19, 1, 1), _IMAGES], 1, {},
+    ),
+    "AveragePoolGrad": ([_f(5, 19, 4, 3), _IMAGES], 1, {"kernel_shape": [3, 4], "strides": [3, 3]}),
+}  # fmt: skip
 for _name in ("GeluGrad", "SiluGrad", "ReluGrad", "TanhGrad", "SigmoidGrad", "LogSoftmaxGrad"):
     CASES[_name] = (_PAIR, 1, {})
 

@@ -1,0 +1,301 @@
+// Gradients of convolution over one or two spatial dimensions.
+#include "gather.h"
+
+namespace ortgraph {
+namespace {
+
+// The rows (or columns) of X that see a given rest of the window: x + lead = step q + rest, and the window positions
+// whose offset has that rest, each with the rows of dY that it lies behind.
+struct Rest {
+  std::int64_t first, count, quotient;  // x = first + step i, i < count; q = quotient + i
+  std::vector<std::int64_t> taps, behind;
+
+  Rest(std::int64_t rest, std::int64_t size, std::int64_t lead, std::int64_t step, std::int64_t window,
+       std::int64_t spread) {
+    first = ((rest - lead) % step + step) % step;
+    count = first < size ? (size - first - 1) / step + 1 : 0;
+    quotient = (first + lead - rest) / step;
+    for (std::int64_t t = 0; t < window; ++t) {
+      if (t * spread % step != rest) continue;
+      taps.push_back(t);
+      behind.push_back((t * spread - rest) / step);
+    }
+  }
+};
+
+// dX of one group: each rest of the stride is a convolution of its own over dY, with the window positions that have it.
+class InputGradient {
+ public:
+  InputGradient(const Window& g, bool round) : g_(g), round_(round) {
+    for (std::int64_t r = 0; r < g.step_y; ++r) y_.emplace_back(r, g.height, g.top, g.step_y, g.rows, g.spread_y);
+    for (std::int64_t r = 0; r < g.step_x; ++r) x_.emplace_back(r, g.width, g.left, g.step_x, g.columns, g.spread_x);
+    extent(y_, &front_y_, &rows_);
+    extent(x_, &front_x_, &columns_);
+  }
+
+  Planes planes() const { return Planes(g_.group_filters(), rows_, columns_, 1); }
+
+  void run(const Context& context, const Tensor& dy, const Weights& weights, std::int64_t part, float* source,
+           const Output& dx) const {
+    const float* left = weights.data() + part * g_.group_filters() * g_.depth();
+    for (std::int64_t first = 0; first < g_.batch; first += g_.images()) {
+      const std::int64_t count = std::min(g_.images(), g_.batch - first);
+      pad(context, dy, first, count, g_.filters, part * g_.group_filters(), g_.group_filters(), g_.out_rows,
+          g_.out_columns, front_y_, front_x_, 1, planes(), round_, source);
+      for (const Rest& y : y_) {
+        for (const Rest& x : x_) one(context, y, x, first, count, part, source, left, dx);
+      }
+    }
+  }
+
+ private:
+  static void extent(const std::vector<Rest>& rests, std::int64_t* front, std::int64_t* size) {
+    *front = 0, *size = 1;
+    for (const Rest& rest : rests) {
+      for (const std::int64_t behind : rest.behind) *front = std::max(*front, behind);
+    }
+    for (const Rest& rest : rests) *size = std::max(*size, rest.quotient + rest.count + *front);
+  }
+  void one(const Context& context, const Rest& y, const Rest& x, std::int64_t first, std::int64_t count,
+           std::int64_t part, const float* source, const float* left, const Output& dx) const {
+    const Planes p = planes();
+    std::vector<std::int64_t> offsets, left_offsets;
+    for (std::int64_t f = 0; f < g_.group_filters(); ++f) {
+      for (std::size_t i = 0; i < y.taps.size(); ++i) {
+        for (std::size_t j = 0; j < x.taps.size(); ++j) {
+          const std::int64_t row = front_y_ + y.quotient - y.behind[i], column = front_x_ + x.quotient - x.behind[j];
+          offsets.push_back(f * p.plane + row * p.pitch + column);
+          left_offsets.push_back(f * g_.depth() + y.taps[i] * g_.columns + x.taps[j]);
+        }
+      }
+    }
+    const Job job{count, y.count, x.count, p.image, p.pitch, offsets.data(), static_cast<std::int64_t>(offsets.size()),
+                  source, left, g_.taps(), left_offsets.data(), g_.group_channels()};
+    multiply(context, job, [&](std::int64_t m, std::int64_t pixel, std::int64_t n, const float* values) {
+      const std::int64_t channel = part * g_.group_channels() + m, whole = y.count * x.count;
+      const bool dense = g_.step_x == 1 && g_.step_y == 1;
+      while (n > 0) {
+        const std::int64_t image = (first + pixel / whole) * g_.channels + channel, at = pixel % whole;
+        const std::int64_t i = at / x.count, j = at % x.count;
+        const std::int64_t run = std::min(n, dense ? whole - at : x.count - j);
+        const std::int64_t to = image * g_.inputs() + (y.first + i * g_.step_y) * g_.width + x.first + j * g_.step_x;
+        if (g_.step_x == 1) {
+          write(dx, to, run, values);
+        } else {
+          for (std::int64_t k = 0; k < run; ++k) write(dx, to + k * g_.step_x, 1, values + k);
+        }
+        pixel += run, n -= run, values += run;
+      }
+    });
+  }
+
+  const Window& g_;
+  bool round_;
+  std::vector<Rest> y_, x_;
+  std::int64_t front_y_, front_x_, rows_, columns_;
+};
+
+// dW of one group: pixels are the length of the products, so X and dY are turned to have channels last. A run is a row
+// of
+// the window where its columns lie side by side, else one position.
+class WeightGradient {
+ public:
+  explicit WeightGradient(const Window& g)
+      : g_(g), side_by_side_(g.spread_x == 1), runs_(side_by_side_ ? g.rows : g.taps()),
+        run_((side_by_side_ ? g.columns : 1) * g.group_channels()),
+            padded_run_((run_ + kLanes - 1) / kLanes * kLanes) {}
+
+  void run(const Context& context, const Tensor& dy, const Tensor& x, bool round, std::int64_t part, float* dw) const {
+    float* source = kept(Place::kSource, g_.images() * picture() + 4 * kLanes);
+    float* gradient = kept(Place::kTurned, g_.images() * g_.pixels() * filters() + kLanes);
+    std::fill(source + g_.images() * picture(), source + g_.images() * picture() + 4 * kLanes, 0.0f);
+    std::vector<std::int32_t> at(static_cast<std::size_t>(g_.images() * g_.pixels()));
+    for (std::size_t p = 0; p < at.size(); ++p) {
+      const std::int64_t image = static_cast<std::int64_t>(p) / g_.pixels(),
+          i = static_cast<std::int64_t>(p) % g_.pixels();
+      const std::int64_t row = i / g_.out_columns * g_.step_y, column = i % g_.out_columns * g_.step_x;
+      at[p] = static_cast<std::int32_t>(image * picture() + (row * g_.padded_columns() + column) * channels());
+    }
+    dw += part * filters() * g_.depth();
+    if (g_.images() >= g_.batch) {
+      turn_all(context, dy, x, round, part, 0, g_.batch, source, gradient);
+      return at_once(context, g_.batch * g_.pixels(), source, gradient, at.data(), dw);
+    }
+    float* sums = kept(Place::kSums, filters() * pitch());
+    context.elements(filters() * pitch(), [&](std::int64_t begin, std::int64_t end) { std::fill(sums + begin,
+        sums + end, 0.0f); });
+    for (std::int64_t first = 0; first < g_.batch; first += g_.images()) {
+      const std::int64_t count = std::min(g_.images(), g_.batch - first);
+      turn_all(context, dy, x, round, part, first, count, source, gradient);
+      add(context, count * g_.pixels(), source, gradient, at.data(), sums);
+    }
+    context.rows(filters(), g_.depth(), [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t f = begin; f < end; ++f) order(sums + f * pitch(), dw + f * g_.depth());
+    });
+  }
+
+ private:
+  std::int64_t filters() const { return g_.group_filters(); }
+  std::int64_t channels() const { return g_.group_channels(); }
+  std::int64_t picture() const { return g_.padded_rows() * g_.padded_columns() * channels(); }
+  std::int64_t pitch() const { return runs_ * padded_run_; }
+  std::int64_t pieces() const { return (run_ + kWidth - 1) / kWidth; }
+
+  // One filter's sums, position by position, to the order of W.
+  void order(const float* sums, float* dw) const {
+    for (std::int64_t t = 0; t < g_.taps(); ++t) {
+      const std::int64_t place = side_by_side_ ? t / g_.columns * padded_run_ + t % g_.columns * channels() : t *
+          padded_run_;
+      for (std::int64_t c = 0; c < channels(); ++c) dw[c * g_.taps() + t] = sums[place + c];
+    }
+  }
+
+  void turn_all(const Context& context, const Tensor& dy, const Tensor& x, bool round, std::int64_t part,
+                std::int64_t first, std::int64_t count, float* source, float* gradient) const {
+    const std::int64_t rows = g_.padded_rows(), columns = g_.padded_columns();
+    const std::int64_t begin = std::max<std::int64_t>(0, -g_.left), width = std::min(g_.width,
+        columns - g_.left) - begin;
+    context.parallel(static_cast<std::size_t>(count * rows), [&](std::size_t i) {
+      const std::int64_t image = static_cast<std::int64_t>(i) / rows, r = static_cast<std::int64_t>(i) % rows,
+          y = r - g_.top;
+      float* to = source + image * picture() + r * columns * channels();
+      std::fill(to, to + columns * channels(), 0.0f);
+      if (y < 0 || y >= g_.height) return;
+      const std::int64_t plane = (first + image) * g_.channels + part * channels();
+      ortgraph::turn(x, plane * g_.inputs() + y * g_.width + begin, g_.inputs(), channels(), width, round,
+                     to + (begin + g_.left) * channels(), channels());
+    });
+    constexpr std::int64_t kPixelPart = 128;
+    const std::int64_t parts = (g_.pixels() + kPixelPart - 1) / kPixelPart;
+    context.parallel(static_cast<std::size_t>(count * parts), [&](std::size_t i) {
+      const std::int64_t image = static_cast<std::int64_t>(i) / parts,
+          p = static_cast<std::int64_t>(i) % parts * kPixelPart;
+      const std::int64_t plane = (first + image) * g_.filters + part * filters();
+      ortgraph::turn(dy, plane * g_.pixels() + p, g_.pixels(), filters(), std::min(kPixelPart, g_.pixels() - p), round,
+                     gradient + (image * g_.pixels() + p) * filters(), filters());
+    });
+  }
+
+  template <int kRows, int kVectors>
+  static void panel(std::int64_t depth, const float* gradient, std::int64_t step, std::int64_t count,
+      const float* source,
+                    const std::int32_t* at, float* c, std::int64_t ldc) {
+    for (std::int64_t m = 0; m < count; m += kRows) {
+      const float* left = gradient + m;
+      tile<kRows, kVectors>(
+          depth, [&](int r, std::int64_t k) { return left[k * step + r]; },
+          [&](std::int64_t k) { return source + at[k]; }, std::min<std::int64_t>(kRows, count - m), c + m * ldc, ldc);
+    }
+  }
+
+  // sums[f][run, piece] += over all pixels, for `count` filters from `first` on.
+  void piece(std::int64_t i, std::int64_t first, std::int64_t count, std::int64_t pixels, const float* source,
+             const float* gradient, const std::int32_t* at, float* sums) const {
+    constexpr std::int64_t kPixels = 96;
+    using Panel = void (*)(std::int64_t, const float*, std::int64_t, std::int64_t, const float*, const std::int32_t*,
+                           float*, std::int64_t);
+    static constexpr Panel kPanels[] = {panel<16, 1>, panel<12, 2>, panel<8, 3>, panel<6, 4>};
+    const std::int64_t run = i / pieces(), begin = i % pieces() * kWidth, width = std::min(kWidth, padded_run_ - begin);
+    const std::int64_t row = side_by_side_ ? run : run / g_.columns, column = side_by_side_ ? 0 : run % g_.columns;
+    const std::int64_t moved = (row * g_.spread_y * g_.padded_columns() + column * g_.spread_x) * channels() + begin;
+    for (std::int64_t k = 0; k < pixels; k += kPixels) {
+      kPanels[width / kLanes - 1](std::min(kPixels, pixels - k), gradient + k * filters() + first, filters(), count,
+                                  source + moved, at + k, sums + run * padded_run_ + begin, pitch());
+    }
+  }
+
+  void add(const Context& context, std::int64_t pixels, const float* source, const float* gradient,
+           const std::int32_t* at, float* sums) const {
+    std::int64_t chunk = filters();
+    while (chunk > 48 && runs_ * pieces() * ((filters() + chunk - 1) / chunk) < 8) chunk = (chunk / 2 + 47) / 48 * 48;
+    const std::int64_t chunks = (filters() + chunk - 1) / chunk;
+    context.parallel(static_cast<std::size_t>(runs_ * pieces() * chunks), [&](std::size_t part) {
+      const std::int64_t i = static_cast<std::int64_t>(part) / chunks,
+          first = static_cast<std::int64_t>(part) % chunks * chunk;
+      piece(i, first, std::min(chunk, filters() - first), pixels, source, gradient, at, sums + first * pitch());
+    });
+  }
+
+  // All images in one go: a part makes all of its filters' rows and need not keep them.
+  void at_once(const Context& context, std::int64_t pixels, const float* source, const float* gradient,
+               const std::int32_t* at, float* dw) const {
+    const std::int64_t chunk = std::min<std::int64_t>(24, std::max<std::int64_t>(6, (filters() / 8 + 5) / 6 * 6));
+    context.parallel(static_cast<std::size_t>((filters() + chunk - 1) / chunk), [&](std::size_t part) {
+      const std::int64_t first = static_cast<std::int64_t>(part) * chunk, count = std::min(chunk, filters() - first);
+      float* sums = kept(Place::kLocal, count * pitch());
+      std::fill(sums, sums + count * pitch(), 0.0f);
+      for (std::int64_t i = 0; i < runs_ * pieces(); ++i) piece(i, first, count, pixels, source, gradient, at, sums);
+      for (std::int64_t f = 0; f < count; ++f) order(sums + f * pitch(), dw + (first + f) * g_.depth());
+    });
+  }
+
+  static constexpr std::int64_t kWidth = 4 * kLanes;  // columns of the widest tile
+  const Window& g_;
+  bool side_by_side_;
+  std::int64_t runs_, run_, padded_run_;
+};
+
+// out[f] = sum of dY over images and pixels.
+void bias_gradient(const Context& context, const Tensor& dy, const Window& g, float* out) {
+  context.rows(g.filters, g.batch * g.pixels(), [&](std::int64_t begin, std::int64_t end) {
+    alignas(64) float line[512];
+    for (std::int64_t f = begin; f < end; ++f) {
+      double total = 0;
+      for (std::int64_t n = 0; n < g.batch; ++n) {
+        for (std::int64_t p = 0; p < g.pixels(); p += 512) {
+          const std::int64_t count = std::min<std::int64_t>(512, g.pixels() - p);
+          read(dy, (n * g.filters + f) * g.pixels() + p, count, false, line);
+          V part{};
+          vectors(count, [&](std::int64_t i, auto span) { part += load(line + i, span); });
+          total += sum(part);
+        }
+      }
+      out[f] = static_cast<float>(total);
+    }
+  });
+}
+
+// (dY, X, W) -> (dX?, dW?, dBias?); all three are rounded to `precision` first, dBias sums dY as it is.
+class ConvGrad final : public Kernel {
+ public:
+  explicit ConvGrad(const Attributes& a) : options_(a), round_(rounds(a)) {}
+
+  void compute(const Context& context) const override {
+    const Tensor dy = context.input(0), x = context.input(1), w = context.input(2);
+    const Window g = options_.of(x.shape, w.shape);
+    expect(dy.shape.count() == g.batch * g.filters * g.pixels(), "dY does not fit X and W");
+    const Output dx = context.typed_output(0, x.shape);
+    float* dw = context.floats(1, w.shape);
+    float* dbias = context.floats(2, Shape{g.filters});
+    if (dbias) bias_gradient(context, dy, g, dbias);
+    if (dx && x.shape.count()) input_gradient(context, g, dy, w, dx);
+    if (dw && w.shape.count()) weight_gradient(context, g, dy, x, dw);
+  }
+
+ private:
+  void input_gradient(const Context& context, const Window& g, const Tensor& dy, const Tensor& w,
+      const Output& dx) const {
+    const InputGradient gradient(g, round_);
+    const Weights weights(w, round_);
+    float* source = kept(Place::kSource, g.images() * gradient.planes().image + kSlack);
+    for (std::int64_t part = 0; part < g.group; ++part) {
+      gradient.run(context, dy, weights, part, source, dx);
+    }
+  }
+
+  void weight_gradient(const Context& context, const Window& g, const Tensor& dy, const Tensor& x, float* dw) const {
+    const WeightGradient gradient(g);
+    for (std::int64_t part = 0; part < g.group; ++part) gradient.run(context, dy, x, round_, part, dw);
+  }
+
+  WindowOptions options_;
+  bool round_;
+};
+
+}  // namespace
+
+void add_convolution_grad(Definitions& to) {
+  add_variants(to, "ConvGrad", {low(0), low(1), low(2)}, {low(1, kOptional), kF_, kF_}, make<ConvGrad>);
+}
+
+}  // namespace ortgraph

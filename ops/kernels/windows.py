@@ -1,0 +1,168 @@
+"""Convolution kernels: which windows they take and what they allocate (``window.h`` and ``convolution.cpp``)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from ortgraph.graph.edit import static_shape
+from ortgraph.ops.shapes import attribute, given, wanted
+
+WINDOWED = frozenset({"Conv", "ConvGrad", "AveragePoolGrad"})
+_LANES, _PIXELS = 16, 512  # vector.h; window.h: pixels that are worked on at once
+_CHUNK = 24  # filters whose sums a thread keeps
+_FEWEST = 8  # channels of a group below which products are too narrow to gain
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Sizes of a convolution by spatial axis.
+
+    Attributes:
+        batch: Images.
+        channels: Channels of one group of X.
+        filters: Filters of one group.
+        size: Spatial sizes of X.
+        window: Those of W.
+        strides: Steps.
+        spreads: Dilations.
+        pads: Pads in ONNX order.
+        out: Spatial sizes of Y.
+    """
+
+    batch: int
+    channels: int
+    filters: int
+    size: tuple[int, ...]
+    window: tuple[int, ...]
+    strides: tuple[int, ...]
+    spreads: tuple[int, ...]
+    pads: tuple[int, ...]
+    out: tuple[int, ...]
+
+    @staticmethod
+    def of(node: ir.Node, x: Sequence[int], w: Sequence[int]) -> Window:
+        """From the node's attributes and the shapes of X and W."""
+        dims = len(x) - 2
+        strides = tuple(attribute(node, "strides", [1] * dims))
+        spreads = tuple(attribute(node, "dilations", [1] * dims))
+        pads = tuple(attribute(node, "pads", [0] * (2 * dims)))
+        spans = [(k - 1) * d + 1 for k, d in zip(w[2:], spreads, strict=True)]
+        out = tuple(max((n + pads[i] + pads[i + dims] - spans[i]) // strides[i] + 1, 0) for i, n in enumerate(x[2:]))
+        group = attribute(node, "group", 1)
+        return Window(x[0], w[1], w[0] // group, tuple(x[2:]), tuple(w[2:]), strides, spreads, pads, out)
+
+    @property
+    def images(self) -> int:
+        """Images that are worked on at once."""
+        pixels = max(math.prod(self.out), 1)
+        return max(1, min(self.batch, -(-_PIXELS // pixels)))
+
+    @property
+    def padded(self) -> tuple[int, ...]:
+        """Sizes of an image with its padding, as far as windows reach."""
+        steps = zip(self.out, self.strides, self.window, self.spreads, strict=True)
+        return tuple((o - 1) * s + (k - 1) * d + 1 for o, s, k, d in steps)
+
+
+def _shapes(node: ir.Node, x: int, w: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    found = [static_shape(v) if (v := given(node, i)) is not None else None for i in (x, w)]
+    return None if found[0] is None or found[1] is None else (found[0], found[1])
+
+
+def _converted(node: ir.Node, w: int) -> int:
+    """Bytes of W where it is converted to float32 or rounded."""
+    weight = given(node, w)
+    if weight is None or (weight.dtype == ir.DataType.FLOAT and attribute(node, "precision", "fp32") == "fp32"):
+        return 0
+    return 4 * math.prod(static_shape(weight) or (0,))
+
+
+def conv_scratch(node: ir.Node) -> int:
+    """Bytes that a run of Conv allocates."""
+    shapes = _shapes(node, 0, 1)
+    if shapes is None:
+        return 0
+    g = Window.of(node, *shapes)
+    *rows, columns = g.padded
+    pitch = -(-columns // g.strides[-1]) * g.strides[-1]
+    source = 4 * (g.images * g.channels * math.prod(rows) * pitch + _LANES)
+    return source + 8 * g.channels * math.prod(g.window) + _converted(node, 1)
+
+
+def conv_grad_scratch(node: ir.Node) -> int:
+    """Bytes that a run of ConvGrad allocates at most at one time: dX and dW are made one after the other."""
+    shapes = _shapes(node, 1, 2)
+    if shapes is None:
+        return 0
+    g = Window.of(node, *shapes)
+    return max(_for_input(node, g) if wanted(node, 0) else 0, _for_weights(g) if wanted(node, 1) else 0)
+
+
+def _for_input(node: ir.Node, g: Window) -> int:
+    sizes = [_behind(g, axis) for axis in range(len(g.out))]
+    source = 4 * (g.images * g.filters * math.prod(sizes) + _LANES)
+    return source + 16 * g.filters * math.prod(g.window) + _converted(node, 2)
+
+
+def conv_grad_thread_scratch(node: ir.Node) -> int:
+    """Bytes that each thread of ConvGrad keeps: the sums of its filters, where all images are worked on at once."""
+    shapes = _shapes(node, 1, 2)
+    if shapes is None or not wanted(node, 1):
+        return 0
+    g = Window.of(node, *shapes)
+    return 4 * min(_CHUNK, g.filters) * _sums(g) if g.images >= g.batch else 0
+
+
+def _sums(g: Window) -> int:
+    """Floats that hold one filter's sums: rows of the window, or single positions, in whole vectors."""
+    side_by_side = g.spreads[-1] == 1
+    run = g.window[-1] * g.channels if side_by_side else g.channels
+    runs = math.prod(g.window[:-1]) if side_by_side else math.prod(g.window)
+    return runs * (-(-run // _LANES) * _LANES)
+
+
+def _for_weights(g: Window) -> int:
+    source = g.images * math.prod(g.padded) * g.channels + 4 * _LANES
+    gradient = g.images * math.prod(g.out) * g.filters + _LANES
+    sums = 0 if g.images >= g.batch else g.filters * _sums(g)
+    return 4 * (source + gradient + sums + g.images * math.prod(g.out))
+
+
+def _behind(g: Window, axis: int) -> int:
+    """Rows of dY with the padding that the gradient of X reads, along one axis."""
+    size, lead = g.size[axis], (g.pads[axis])
+    step, spread = g.strides[axis], g.spreads[axis]
+    front, most = 0, 1
+    for rest in range(step):
+        behind = [(t * spread - rest) // step for t in range(g.window[axis]) if t * spread % step == rest]
+        front = max([front, *behind])
+    for rest in range(step):
+        first = (rest - lead) % step
+        count = (size - first - 1) // step + 1 if first < size else 0
+        most = max(most, (first + lead - rest) // step + count + front)
+    return most
+
+
+def window_differs(node: ir.Node) -> str | None:
+    """Why the kernels do not take a convolution's window; None where they do."""
+    if node.op_type == "AveragePoolGrad":
+        rows = len(attribute(node, "kernel_shape", ()))
+        return None if rows in (1, 2) else "the kernel takes one or two spatial dimensions"
+    first = 1 if node.op_type == "ConvGrad" else 0
+    x, w = given(node, first), given(node, first + 1)
+    if x is None or w is None or x.shape is None or w.shape is None or len(x.shape) not in (3, 4):
+        return "the kernel takes one or two spatial dimensions"
+    if attribute(node, "auto_pad", "NOTSET") != "NOTSET":
+        return "the kernel takes pads, not auto_pad"
+    if any(p < 0 for p in attribute(node, "pads", [])):
+        return "the kernel takes no negative pads"
+    group = attribute(node, "group", 1)
+    if group > 1 and (not isinstance(w.shape[1], int) or not isinstance(w.shape[0], int)):
+        return "the kernel takes groups of static size"
+    if group > 1 and min(int(w.shape[1]), int(w.shape[0]) // group) < _FEWEST:  # type: ignore[arg-type]
+        return f"the kernel gains nothing with groups of less than {_FEWEST} channels"
+    return None
