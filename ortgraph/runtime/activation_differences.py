@@ -169,7 +169,7 @@ def _loss(output: Any, loss: Any) -> Any:
         return output[loss] if isinstance(output, Mapping) else getattr(output, loss)
     if isinstance(loss, int):
         return output[loss]
-    found = getattr(output, "loss", output)
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
     if getattr(found, "ndim", None) != 0:
         raise InputError("the module gives no scalar loss", "name it: loss='loss', an index, or a callable")
     return found
