@@ -28,8 +28,11 @@ logger = logging.getLogger(__name__)
 METADATA_KEY = "ortgraph.labelled_rows"
 PASS = "select-labelled-rows"
 KEY = "labelled rows"  # stands beside the names of dimensions in the key of a program
-BUCKETS = 8  # programs hold an eighth of the rows, two eighths, ...
-_MOST = 6  # beyond so many eighths the whole graph serves: gathering and scattering cost, too
+_PARTS = 16
+# Rows of a buffer, in sixteenths. Masked language models label 15 % of the rows, which three sixteenths hold. With more
+# than three quarters labelled the whole graph serves: gathering and scattering cost, too. All of them and the whole
+# graph are no more programs than a session keeps.
+BUFFERS = (1, 2, 3, 4, 6, 8, 12)
 KINDS = frozenset({"step", "accumulate", "gradients", "input_gradients", "loss"})  # programs without model outputs
 _FLOAT = re.compile(r"(?<![\w.])\d+(?:\.\d+(?:e[-+]?\d+)?|e[-+]?\d+)(?![\w.])")
 _OTHER_FORMS = ("ortgraph.evaluation", "ortgraph.plan", "ortgraph.budget")
@@ -48,10 +51,10 @@ class LabelNote:
     ignore: int
 
     def rows(self, labels: np.ndarray) -> int:
-        """Rows of the buffer that a batch needs: the next multiple of an eighth; 0 where the whole graph serves."""
-        each = -(-labels.size // BUCKETS)
-        used = max(1, -(-int(np.count_nonzero(labels != self.ignore)) // each)) if each else BUCKETS
-        return 0 if used > _MOST else used * each
+        """Rows of the smallest buffer that holds a batch's labels; 0 where the whole graph serves."""
+        part = -(-labels.size // _PARTS)
+        labelled = int(np.count_nonzero(labels != self.ignore))
+        return next((n * part for n in BUFFERS if labelled <= n * part < labels.size), 0)
 
 
 def keep_form(graph: TrainingGraph, note: LabelNote) -> None:

@@ -25,9 +25,9 @@ def label_source(labels: ir.Value | None, ignore: int, graph: TrainingGraph) -> 
     inputs = set(graph.signature.inputs)
     nodes = needed_for(labels)
     read = {v for node in nodes for v in values_read(node) if v.is_graph_input() and not v.is_initializer()}
-    for value in sorted(read, key=lambda v: v.name or ""):
-        if value.name not in inputs:
-            raise NotAHead(f"the labels depend on %{value.name}, which is no data input")
+    other = sorted(v.name or "" for v in read if v.name not in inputs)
+    if other:
+        raise NotAHead(f"the labels depend on %{other[0]}, which is no data input")
     if any(node.op_type.startswith("Random") or "node" in node.attributes for node in nodes):
         raise NotAHead("the labels are drawn")
     value = labels

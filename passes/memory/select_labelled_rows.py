@@ -40,7 +40,7 @@ class SelectLabelledRows(GraphPass):
     others as there is room for, which are ignored as before. A batch with more labelled rows than that gives a loss and
     gradients of NaN, never wrong ones. Model outputs (logits) are still computed whole by the programs that ask for
     them. Without ``rows``, as in the presets, the graph stays as it is, and its form before lowering is kept
-    with it: a session counts the labels of each batch and derives programs for an eighth of the rows, two eighths, ...
+    with it: a session counts the labels of each batch and derives programs for buffers of a few sizes.
 
     A value outside the labelled rows no longer takes part: where the full computation would multiply a zero gradient by
     an infinite activation of an ignored row and give NaN, this one does not.

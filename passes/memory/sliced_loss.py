@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import onnx_ir as ir
 
@@ -104,7 +105,7 @@ def take_whole(
     scores = b.op("Reshape", found.scores, b.ints([rows, shape[-1]]))
     made = b.multi(
         loss.op_type, scores, target, *loss.inputs[2:], outputs=len(loss.outputs), domain=COMPOSITE,
-        **dict(loss.attributes),
+        **_attributes(loss),
     )  # fmt: skip
     log_prob = loss.outputs[1]
     for old, new in ((loss.outputs[0], made[0]), *zip(loss.outputs[2:], made[2:], strict=True)):
@@ -113,7 +114,7 @@ def take_whole(
             replace_value(old, new)
     late = Builder(graph, by, before=found.pad, origins=(gradient,), names=names)
     inputs = [{log_prob: made[1], labels: target}.get(v, v) if v is not None else None for v in gradient.inputs]
-    slope = late.op(gradient.op_type, *inputs, domain=COMPOSITE, **dict(gradient.attributes))
+    slope = late.op(gradient.op_type, *inputs, domain=COMPOSITE, **_attributes(gradient))
     replace_value(found.pad.outputs[0], late.op("Reshape", slope, late.ints(shape)))
     back = found.pad.inputs[0]
     between = back.producer() if back is not None else None
@@ -123,3 +124,7 @@ def take_whole(
     whole_loss, whole_gradient = made[0].producer(), slope.producer()
     assert whole_loss is not None and whole_gradient is not None
     return whole_loss, whole_gradient
+
+
+def _attributes(node: ir.Node) -> dict[str, Any]:
+    return dict(node.attributes)

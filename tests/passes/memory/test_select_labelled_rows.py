@@ -159,7 +159,7 @@ def test_more_labels_than_rows_give_no_number():
 def test_sessions_choose_rows_by_the_labels(labels):
     module = Model(labels)
     graph = ortgraph.optimize(captured(module)).graph
-    for labelled, rows in ((1, 10), (60, 60), (80, 0)):
+    for labelled, rows in ((1, 5), (60, 60), (80, 0)):
         assert rows_used(assert_exact(graph, module, make_batch(labelled))) == [rows]
 
 
@@ -167,7 +167,7 @@ def test_rows_that_a_batch_needs():
     note = labelled_rows.LabelNote("labels", -100)
     counts = (0, 1, 10, 11, 15, 60, 61, 80)
     needed = [note.rows(make_batch(labelled)["labels"]) for labelled in counts]
-    assert needed == [10, 10, 10, 20, 20, 60, 0, 0]
+    assert needed == [5, 5, 10, 15, 15, 60, 0, 0]
     assert note.rows(np.zeros((0, 4), np.int64)) == 0
 
 
@@ -177,7 +177,7 @@ def test_no_labels_at_all(reduction):
     session, whole = TrainingSession(graph), TrainingSession(graph)
     whole._label_note = None
     got, want = session.gradients(make_batch(0)), whole.gradients(make_batch(0))
-    assert rows_used(session) == [10]
+    assert rows_used(session) == [5]
     assert all(not g.any() for g in want.values())
     assert all(np.array_equal(got[k], want[k]) for k in want)
     np.testing.assert_equal(session.loss(make_batch(0)), whole.loss(make_batch(0)))  # NaN for the mean, as in PyTorch
@@ -196,7 +196,7 @@ def test_steps_as_with_all_rows(dropout, options):
         if options.get("accumulation_steps"):
             np.testing.assert_allclose(session.accumulate(batch), whole.accumulate(batch), rtol=1e-4)
         np.testing.assert_allclose(session.step(batch), whole.step(batch), rtol=1e-4)
-    assert rows_used(session, "step") == [0, 10, 20]  # the one used latest is last
+    assert rows_used(session, "step") == [0, 5, 15]  # the one used latest is last
     for name, value in session.state_dict().items():
         np.testing.assert_allclose(value, whole.state_dict()[name], atol=1e-4)
     got, want = session.evaluate(batch), whole.evaluate(batch)
@@ -219,14 +219,14 @@ def test_model_outputs_stay_whole():
 def test_a_saved_graph_chooses_rows(tmp_path):
     module = Model()
     ortgraph.optimize(captured(module)).graph.save(tmp_path / "train.onnx")
-    assert rows_used(assert_exact(ortgraph.load(tmp_path / "train.onnx"), module, make_batch())) == [20]
+    assert rows_used(assert_exact(ortgraph.load(tmp_path / "train.onnx"), module, make_batch())) == [15]
 
 
 def test_a_dynamic_batch_chooses_rows():
     module = Model()
     dynamic = {"ids": {0: "batch"}, "labels": {0: "batch"}}
     session = assert_exact(ortgraph.optimize(captured(module, dynamic=dynamic)).graph, module, make_batch())
-    assert rows_used(session) == [20]
+    assert rows_used(session) == [15]
     small = {k: v[:1] for k, v in make_batch().items()}  # 20 rows are too few to choose among
     session.gradients(small)
     assert np.isfinite(session.loss(small)) or not (small["labels"] >= 0).any()
