@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -67,7 +67,7 @@ def _cast(array: np.ndarray, dtype: str) -> np.ndarray:
         return array.astype(dtype)
 
 
-_STEPS = {
+_STEPS: dict[str, Callable[..., np.ndarray]] = {
     "reshape": lambda array, sizes: array.reshape(-1 if sizes is None else sizes),
     "transpose": lambda array, order: array.transpose(order),
     "slice": _slice,
