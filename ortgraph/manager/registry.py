@@ -53,6 +53,7 @@ TABLE: dict[str, str] = {
     "fuse-matmul-transpose": "ortgraph.passes.fusion.matmul_transpose:FuseMatmulTranspose",
     "fuse-matmul-scale": "ortgraph.passes.fusion.matmul_scale:FuseMatmulScale",
     "fuse-weight-gradient": "ortgraph.passes.fusion.weight_gradient:FuseWeightGradient",
+    "fuse-product": "ortgraph.passes.fusion.product:FuseProduct",
     "narrow-rows": "ortgraph.passes.fusion.narrow_rows:NarrowRows",
     "fuse-gelu": "ortgraph.passes.fusion.gelu:FuseGelu",
     "fuse-activation-gradient": "ortgraph.passes.fusion.activation_gradient:FuseActivationGradient",
