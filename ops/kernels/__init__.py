@@ -69,8 +69,20 @@ def build(builder: Builder, node: ir.Node) -> Sequence[ir.Value]:
     if entry.name == "BiasGrad":
         attributes.setdefault("keepdims", 1)  # ReduceSum's default
     inputs = node.inputs[: len(entry.input_names(len(node.inputs)))]  # axes of ReduceSum are not an input of the kernel
-    name = variant_name(entry.name, [o.dtype for o in node.outputs])
+    name = variant_name(entry.name, _output_types(entry, node))
     return builder.multi(name, *inputs, outputs=len(node.outputs), domain=DOMAIN, **attributes)
+
+
+def _output_types(entry: KernelEntry, node: ir.Node) -> list[ir.DataType | None]:
+    """Types of the outputs; an absent one (a loaded graph does not know its type) has that of its group's inputs."""
+    inputs = {
+        n: v.dtype for n, v in zip(entry.input_names(len(node.inputs)), node.inputs, strict=False) if v is not None
+    }
+    found = []
+    for name, value in zip(entry.outputs, node.outputs, strict=False):
+        group = next((g for g in entry.low if name in g), ())
+        found.append(value.dtype if value.name else next((inputs[n] for n in group if n in inputs), value.dtype))
+    return found
 
 
 def _types_differ(entry: KernelEntry, node: ir.Node) -> str | None:

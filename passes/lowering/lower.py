@@ -21,6 +21,7 @@ from ortgraph.ops.alternatives import (
     load_table,
 )
 from ortgraph.ops.builder import Builder
+from ortgraph.ops.precision import sees_low
 from ortgraph.ops.spec import COMPOSITE, GENERATED, spec_of
 from ortgraph.ops.targets import TARGETS, TRAINING, low_reason, reason_not_run
 from ortgraph.passes.precision.legalize_precision import legalize
@@ -133,6 +134,8 @@ class Lower(GraphPass):
         words = []
         for i, candidate in enumerate(alternatives(node, self.target, self.kernels)):
             reason = candidate.applies(node)
+            if reason is None and candidate.name == "runtime" and sees_low(node):
+                reason = "ONNX Runtime's kernel takes float32"
             if reason is not None:
                 words.append(f"no {candidate.name}: {reason}")
                 continue

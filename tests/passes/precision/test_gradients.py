@@ -85,7 +85,8 @@ def test_a_cast_graph_survives_a_file(samples, tmp_path):
     made = ortgraph.optimize(graph, "mark-optimized,cast-precision").graph
     made.save(tmp_path / "cast.onnx")
     read = ortgraph.load(tmp_path / "cast.onnx")
-    assert [[v.dtype for v in n.outputs] for n in read.graph] == [[v.dtype for v in n.outputs] for n in made.graph]
+    types = [[[v.dtype for v in n.outputs if v.name] for n in graph.graph] for graph in (read, made)]
+    assert types[0] == types[1]
     got = ortgraph.TrainingSession(read, threads=1).gradients(sample.arrays)
     want = ortgraph.TrainingSession(made, threads=1).gradients(sample.arrays)
     assert all((got[k] == want[k]).all() for k in want)
