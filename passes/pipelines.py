@@ -55,6 +55,7 @@ MATMUL = ",".join(
     )
 )
 
+ABSORB = "absorb-parameter-casts"  # why behind the precision: it takes away the casts of weights that products read
 LABELLED = "select-labelled-rows"  # why before chunks: it knows the whole loss; why after MATMUL: so does its form
 MEMORY = "chunk-loss"  # why before lowering: it knows the composites; why after MATMUL: products carry their transposes
 _SHARE = 8  # scores that take more than this part of a budget in bytes are cut, which is cheaper than recomputing
@@ -96,7 +97,7 @@ def _preset(
     bind = (f"bind-shapes{{sizes={'|'.join(f'{k}:{v}' for k, v in sorted(shapes.items()))}}}",) if shapes else ()
     # why precision here: fusions know float32 operators, and updates are float32
     head = parse_pipeline(
-        ",".join((*bind, *(b for b in before if b), "mark-optimized", *([precision] if precision else [])))
+        ",".join((*bind, *(b for b in before if b), "mark-optimized", *((precision, ABSORB) if precision else ())))
     )
     if precision:  # why last: passes that ask for fused kernels may leave low values to operators that have no kernel
         after = f"{after},legalize-precision"

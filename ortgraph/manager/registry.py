@@ -29,6 +29,7 @@ TABLE: dict[str, str] = {
     "fuse-attention-gradient": "ortgraph.passes.lowering.fuse_attention_gradient:FuseAttentionGradient",
     "fuse-masked-softmax": "ortgraph.passes.lowering.fuse_masked_softmax:FuseMaskedSoftmax",
     "zero-empty-rows": "ortgraph.passes.lowering.zero_empty_rows:ZeroEmptyRows",
+    "absorb-parameter-casts": "ortgraph.passes.precision.absorb_parameter_casts:AbsorbParameterCasts",
     "group-updates": "ortgraph.passes.lowering.group_updates:GroupUpdates",
     "fuse-embedding-update": "ortgraph.passes.lowering.fuse_embedding_update:FuseEmbeddingUpdate",
     "select-recompute": "ortgraph.passes.memory.select_recompute:SelectRecompute",
