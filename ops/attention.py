@@ -12,11 +12,9 @@ from ortgraph.graph.edit import static_shape
 from ortgraph.ops import attention_low
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.precision import FP32, PRECISIONS, is_low
-from ortgraph.ops.random import keep_mask, scale_kept
 from ortgraph.ops.shapes import (
     Types,
     attribute,
-    bound_shape,
     decimal,
     element_count,
     given,
@@ -38,18 +36,25 @@ _Q, _K, _V, _Y = range(4)
 @dataclasses.dataclass(frozen=True)
 class _Probabilities:
     """P = Softmax(scores); ``scaled`` is scale Q (None in low precision, where products scale); ``seeing`` is 1 for
-    rows with a key to see (None: all rows); ``kept`` is the dropout mask (None: no dropout)."""
+    rows with a key to see (None: all rows); ``kept`` are the probabilities after dropout and its mask."""
 
     p: ir.Value
     scores: ir.Value
     scaled: ir.Value | None
     seeing: ir.Value | None
-    kept: ir.Value | None
+    kept: tuple[ir.Value, ir.Value] | None
     ratio: float
 
-    def dropped(self, b: Builder, value: ir.Value) -> ir.Value:
-        """The value where probabilities are kept, divided by how many are, else 0."""
-        return value if self.kept is None else scale_kept(b, value, self.kept, self.ratio)
+    @property
+    def used(self) -> ir.Value:
+        """What values are weighted with."""
+        return self.p if self.kept is None else self.kept[0]
+
+    def slope(self, b: Builder, dp: ir.Value) -> ir.Value:
+        """The gradient of P from that of the weights."""
+        if self.kept is None:
+            return dp
+        return b.op("DropoutGrad", dp, self.kept[1], domain=COMPOSITE, ratio=self.ratio)
 
 
 def _swap_last(b: Builder, value: ir.Value, rank: int) -> ir.Value:
@@ -154,9 +159,9 @@ def _probabilities(b: Builder, node: ir.Node, q: ir.Value, k: ir.Value, first: i
         p = b.op("Softmax", scores, axis=-1)
     if key is None or step is None:
         return _Probabilities(p, scores, scaled, seeing, None, 0.0)
-    ratio = decimal(node, "ratio", 0.0)
-    kept = keep_mask(b, key, step, attribute(node, "node", 0), bound_shape(node, p, "the scores"), ratio)
-    return _Probabilities(p, scores, scaled, seeing, kept, ratio)
+    draw = {"ratio": decimal(node, "ratio", 0.0), "node": attribute(node, "node", 0)}
+    kept = b.multi("Dropout", p, key, step, outputs=2, domain=COMPOSITE, **draw)
+    return _Probabilities(p, scores, scaled, seeing, (kept[0], kept[1]), draw["ratio"])
 
 
 def _scale(node: ir.Node, q: ir.Value) -> float:
@@ -186,9 +191,9 @@ def _expand_attention(b: Builder, node: ir.Node) -> list[ir.Value | None]:
     low = low_type(node, q)
     if wanted(node, 0) and low is not None:
         assert given_q.dtype is not None
-        y = attention_low.values(b, parts.dropped(b, parts.p), v, low, given_q.dtype, parts.seeing)
+        y = attention_low.values(b, parts.used, v, low, given_q.dtype, parts.seeing)
     elif wanted(node, 0):
-        y = b.op("MatMul", parts.dropped(b, parts.p), *_float_inside(b, node, [v]))
+        y = b.op("MatMul", parts.used, *_float_inside(b, node, [v]))
         y = y if parts.seeing is None else b.op("Mul", y, parts.seeing)
         y = b.op("Cast", y, to=given_q.dtype) if is_low(given_q) else y
     if wanted(node, 1):
@@ -205,7 +210,7 @@ def _expand_attention_grad(b: Builder, node: ir.Node) -> list[ir.Value | None]:
     if low is not None:
         made = attention_low.attention_grad(b, node, (dy, q, k, v, y), parts, _scale(node, q), low)
     else:
-        made = _gradients(b, node, *_float_inside(b, node, [dy, q, k, v, y]), parts)  # type: ignore[call-arg, misc]
+        made = _gradients(b, node, _float_inside(b, node, [dy, q, k, v, y]), parts)
     results: list[ir.Value | None] = []
     for i, gradient in enumerate(made):
         if gradient is not None and is_low(q) and not is_low(gradient):
@@ -216,18 +221,17 @@ def _expand_attention_grad(b: Builder, node: ir.Node) -> list[ir.Value | None]:
     return results
 
 
-def _gradients(
-    b: Builder, node: ir.Node, dy: ir.Value, q: ir.Value, k: ir.Value, v: ir.Value, y: ir.Value, parts: _Probabilities
-) -> list[ir.Value | None]:
+def _gradients(b: Builder, node: ir.Node, inputs: list[ir.Value], parts: _Probabilities) -> list[ir.Value | None]:
+    dy, q, k, v, y = inputs
     rank = rank_of(node, q, "Q")
     if parts.seeing is not None:
         dy = b.op("Mul", dy, parts.seeing)
     results: list[ir.Value | None] = [None, None, None]
     if wanted(node, 2):
-        results[2] = b.op("MatMul", _swap_last(b, parts.dropped(b, parts.p), rank), dy)
+        results[2] = b.op("MatMul", _swap_last(b, parts.used, rank), dy)
     if not (wanted(node, 0) or wanted(node, 1)):
         return results
-    dp = parts.dropped(b, b.op("MatMul", dy, _swap_last(b, v, rank)))
+    dp = parts.slope(b, b.op("MatMul", dy, _swap_last(b, v, rank)))
     # sum(P dP) over keys equals sum(dY Y) over the narrower last axis.
     along = b.op("ReduceSum", b.op("Mul", dy, y), b.ints([-1]), keepdims=1)
     ds = b.op("Mul", parts.p, b.op("Sub", dp, along))

@@ -67,10 +67,10 @@ def attention_grad(
         exact = dy = b.op("Mul", exact, parts.seeing)
     results: list[ir.Value | None] = [None, None, None]
     if wanted(node, 2):
-        results[2] = product(b, parts.dropped(b, parts.p), dy, low, to, "A")
+        results[2] = product(b, parts.used, dy, low, to, "A")
     if not (wanted(node, 0) or wanted(node, 1)):
         return results
-    dp = parts.dropped(b, product(b, dy, v, low, _FLOAT, "B"))
+    dp = parts.slope(b, product(b, dy, v, low, _FLOAT, "B"))
     wide = y if y.dtype == _FLOAT else b.op("Cast", y, to=_FLOAT)
     along = b.op("ReduceSum", b.op("Mul", exact, wide), b.ints([-1]), keepdims=1)
     ds = b.op("Mul", parts.p, b.op("Sub", dp, along))

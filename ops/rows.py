@@ -291,9 +291,11 @@ def _along_axis(node: ir.Node, rows: Rows) -> Needs | None:
 
 
 def _attention(node: ir.Node, rows: Rows) -> Needs | None:
-    """Rows are query positions. Keys and values are needed whole."""
+    """Rows are query positions. Keys and values are needed whole. Dropout is drawn for all rows together."""
     gradient = node.op_type == "AttentionGrad"
     query, mask = (1, 6) if gradient else (0, 3)
+    if len(node.inputs) > mask + 1 or node.attributes.get_string("layout", "bhsd") != "bhsd":
+        return None
     shape = _shape(node.inputs[query])
     if rows.axis(shape) != (2, True) or node.attributes.get_int("is_causal", 0) != 0:
         return None

@@ -38,6 +38,14 @@ FUSION = ",".join(
     )
 )
 
+ATTENTION = ",".join(
+    (
+        "fuse-attention",  # why here: it reads softmax and its gradient whole, and products before they are changed
+        "simplify-attention",
+        "eliminate-dead-code",  # why here: repeated heads and masks die
+    )
+)
+
 MATMUL = ",".join(
     (
         "narrow-rows",  # why here: it knows plain MatMul and Gemm, and whole composites
@@ -50,6 +58,8 @@ MATMUL = ",".join(
         "fuse-gemm-bias",
         "fuse-weight-gradient",
         "fuse-bias-gradient",
+        "absorb-head-transposes",  # why after narrow-rows: it knows heads first only
+        "simplify-transposes",  # why here: what attention needs no more cancels
         "simplify-reshapes",
         CLEAN,  # why here: keys that were rotated twice are equal now
     )
@@ -128,7 +138,7 @@ def o1(**options) -> tuple[ir.passes.PassBase, ...]:
 def o2(**options) -> tuple[ir.passes.PassBase, ...]:
     """Canonical passes and fusions over both halves."""
     memory = _memory(options.get("memory_budget"))
-    return _preset(CANONICAL, FUSION, CANONICAL, MATMUL, LABELLED, memory, after=AFTER_LOWERING, **options)
+    return _preset(CANONICAL, FUSION, CANONICAL, ATTENTION, MATMUL, LABELLED, memory, after=AFTER_LOWERING, **options)
 
 
 PRESETS: dict[str, Callable[..., tuple[ir.passes.PassBase, ...]]] = {"O0": o0, "O1": o1, "O2": o2, "O3": o2}

@@ -27,7 +27,7 @@ from ortgraph.graph import Names, TrainingGraph, is_used, replace_value
 from ortgraph.graph.edit import remove_node, trim_inputs
 from ortgraph.graph.training_graph import METADATA_KEY
 from ortgraph.ops.builder import Builder
-from ortgraph.ops.expand import expand_composites
+from ortgraph.ops.expand import expand_composites, expand_node
 from ortgraph.ops.spec import COMPOSITE, CONTRIB, KERNELS
 from ortgraph.runtime.inference_export import kept_statistics, uses_batch_statistics
 from ortgraph.runtime.prepare import CLEAN, run_passes
@@ -84,6 +84,7 @@ def training_model(graph: TrainingGraph) -> onnx.ModelProto:
     twin = graph.clone()
     signature, body = twin.signature, twin.graph
     names = Names(body)
+    _expand_dropped_attention(twin, names)
     _runtime_dropouts(body, names)
     _runtime_batch_norms(body)
     _drop_states(twin)
@@ -193,6 +194,23 @@ def _drop_states(twin: TrainingGraph) -> None:
                 "only Dropout has a counterpart in onnxruntime.training.api",
             )
     body.inputs[:] = [v for v in body.inputs if v.name not in inputs]
+
+
+def _expand_dropped_attention(twin: TrainingGraph, names: Names) -> None:
+    """Attention with dropout in its parts: the runtime's Dropout keeps one mask for both halves."""
+    drawing = [n for n in twin.graph if n.op_type in ("Attention", "AttentionGrad") and "node" in n.attributes]
+    for node in drawing:
+        expand_node(node, names, "write-artifacts")
+    if not drawing:
+        return
+    run_passes(twin, CLEAN)
+    numbers = [n.attributes.get_int("node", 0) for n in twin.graph if n.domain == COMPOSITE and n.op_type == "Dropout"]
+    twice = sorted({n for n in numbers if numbers.count(n) > 1})
+    if twice:
+        raise UnsupportedError(
+            f"the halves of attention with dropout {twice[0]} read different probabilities",
+            "optimize without fuse-attention before writing artifacts",
+        )
 
 
 def _runtime_dropouts(body: ir.Graph, names: Names) -> None:

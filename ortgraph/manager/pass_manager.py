@@ -238,7 +238,10 @@ def draw_identity(node: ir.Node) -> str | None:
     """What makes a drawing node itself: the number of a composite or kernel, else its operator. None for pure nodes."""
     spec = spec_of(node)
     if node.domain in (COMPOSITE, KERNELS) and "node" in node.attributes:
-        return f"{node.op_type}#{node.attributes['node'].as_int()}"
+        if node.op_type == "AttentionGrad":
+            return None  # the forward half's draw, made again
+        drawn = "Dropout" if node.op_type.startswith("Attention") else node.op_type
+        return f"{drawn}#{node.attributes['node'].as_int()}"
     if spec.known and not spec.deterministic:
         return node.op_type
     return None

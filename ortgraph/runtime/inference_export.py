@@ -60,6 +60,10 @@ def evaluation_form(graph: TrainingGraph) -> TrainingGraph:
             if node.domain != COMPOSITE and len(node.inputs) > 2:
                 node.replace_input_with(2, None)  # why: a mask that is read is all true from here on
             replace_value(node.outputs[0], node.inputs[0])  # type: ignore[arg-type]
+        elif node.op_type == "Attention" and node.domain == COMPOSITE:
+            node.resize_inputs(min(len(node.inputs), 4))  # without Key and Step nothing is dropped
+            for name in ("ratio", "node"):
+                node.attributes.pop(name, None)
         elif uses_batch_statistics(node):
             _normalize_by_running_statistics(node, names)
     form.signature = _forward_signature(signature)
