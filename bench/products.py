@@ -5,7 +5,7 @@
 Shapes are those of BERT 256x4 (8 x 128 tokens) and BERT 768x4 (4 x 128): forward, gradients of inputs and of weights, heads
 over a vocabulary, attention. Operands are fresh in every run and nothing is packed beforehand, since weights change every
 step. Sides take turns, each for some runs at a time; PyTorch runs at its best setting. Rates are the best of all passes (other
-load only slows), ``ratio`` is the median over passes of our time against the better peer's of the same precision.
+load only slows; a session spins, and ends before the other process has its turn), ``ratio`` is the median over passes of our time against the better peer's of the same precision.
 """
 
 from __future__ import annotations
@@ -101,7 +101,6 @@ def _onnxruntime(threads: int) -> Callable[[str, Case], Callable[[], Any]]:
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.intra_op_num_threads = threads
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # the other process waits its turn
     options.log_severity_level = 4
     options.register_custom_ops_library(str(kernels.library_path()))
 

@@ -144,7 +144,7 @@ struct Dense {
     if (!along_k) return (mn + kPanelRows - 1) / kPanelRows * kPanelRows * steps;
     return mn * row_words(steps);
   }
-  Rows rows(std::int64_t m0, std::int64_t mn, std::int64_t k0, std::int64_t kn, Word* space) const {
+  __attribute__((noinline)) Rows rows(std::int64_t m0, std::int64_t mn, std::int64_t k0, std::int64_t kn, Word* space) const {
     const std::int64_t steps = (kn + Arithmetic::kDepth - 1) / Arithmetic::kDepth;
     if (!along_k) {
       for (std::int64_t m = 0; m < mn; m += kPanelRows) {
@@ -184,7 +184,7 @@ struct Dense {
   }
 
   // Words of elements [i0, i0 + in), `width` a step (a multiple of 16), zeros beyond the end.
-  void pack(std::int64_t i0, std::int64_t in, std::int64_t k0, std::int64_t kn, int width, Word* to) const {
+  __attribute__((noinline)) void pack(std::int64_t i0, std::int64_t in, std::int64_t k0, std::int64_t kn, int width, Word* to) const {
     const std::int64_t steps = (kn + Arithmetic::kDepth - 1) / Arithmetic::kDepth;
     if (along_k) return pack_along(i0, in, k0, kn, steps, width, to);
     for (std::int64_t s = 0; s < steps; ++s) {
@@ -199,7 +199,7 @@ struct Dense {
     }
   }
 
-  void pack_along(std::int64_t i0, std::int64_t in, std::int64_t k0, std::int64_t kn, std::int64_t steps, int width,
+  __attribute__((noinline)) void pack_along(std::int64_t i0, std::int64_t in, std::int64_t k0, std::int64_t kn, std::int64_t steps, int width,
                   Word* to) const {
     for (int i = 0; i < width; i += kLanes) {
       for (std::int64_t s = 0; s < steps; s += kLanes) {

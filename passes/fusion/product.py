@@ -34,11 +34,12 @@ Step = Callable[[ir.Node], "Match | Refusal | None"]
 class FuseProduct(RewritePass):
     """activation(c A B + bias) + addend = Product(A, B, bias, addend) {alpha=c, activation}, between casts and views.
 
-    One step at a time, until none is left: a cast of an operand (``operand-cast``: to the precision of the product, where
-    nothing else reads it; or from there to float32), the swap of an operand's last two dimensions (``transpose``), a
-    constant factor (``scale``), a row added to every row (``bias``), Gelu, Silu, Relu or Tanh (``activation``; readers of
-    the value before it read a second output), the sum with a value of the same shape (``addend``), the cast of the result
-    (``result-cast``). Reshapes between a product and its activation or addend move behind.
+    One step at a time, until none is left: a cast of an operand (``operand-cast``: to the precision of the product,
+    where nothing else reads it; or from there to float32), the swap of an operand's last two dimensions
+    (``transpose``), a constant factor (``scale``), a row added to every row (``bias``), Gelu, Silu, Relu or Tanh
+    (``activation``, in float32 between casts too; readers of the value before it read a second output), the sum with
+    a value of the same shape (``addend``), the cast of the result (``result-cast``). Reshapes between a product and its
+    activation or addend move behind.
 
     Refuses when:
         the result is read elsewhere or is a graph output, but for an activation, which leaves it as the second output;
@@ -133,13 +134,14 @@ def _read_elsewhere(node: ir.Node) -> Refusal | None:
 
 
 def _views(value: ir.Value) -> Iterator[tuple[ir.Value, tuple[ir.Node, ...]]]:
-    """The value, and what Reshapes make of it, with the Reshapes on the way."""
+    """The value, and what Reshapes and a cast to float32 make of it, with the nodes on the way."""
     todo: list[tuple[ir.Value, tuple[ir.Node, ...]]] = [(value, ())]
     while todo:
         one, way = todo.pop()
         yield one, way
         for use in one.uses():
-            if op_key(use.node) == "Reshape" and use.idx == 0:
+            wider = op_key(use.node) == "Cast" and use.node.outputs[0].dtype == FLOAT32
+            if (op_key(use.node) == "Reshape" and use.idx == 0) or wider:
                 todo.append((use.node.outputs[0], (*way, use.node)))
 
 
@@ -228,17 +230,20 @@ def _activation(node: ir.Node) -> Match | Refusal | None:
     for value, way in _views(y):
         for reader in (u.node for u in value.uses()):
             name = _ACTIVATIONS.get(op_key(reader))
-            if name is None or reader.outputs[0].dtype != y.dtype:
+            behind = [reader] if name is not None else []
+            if behind and reader.outputs[0].dtype != y.dtype:  # in float32, between casts
+                cast = _sole_reader(reader.outputs[0])
+                behind = [reader, cast] if cast is not None and op_key(cast) == "Cast" else []
+            if not behind or behind[-1].outputs[0].dtype != y.dtype:
                 continue
+            made = behind[-1].outputs[0]
             form = "gelu_tanh" if name == "gelu" and attribute(reader, "approximate", "none") == "tanh" else name
-            view = _target(reader.outputs[0]) if way else None
-            if way and view is None:
-                return Refusal(
-                    node.name or "", f"the shape of %{reader.outputs[0].name} cannot be written as a constant"
-                )
+            view = _target(made) if any(n.op_type == "Reshape" for n in way) else None
+            if view is None and made.shape != y.shape:
+                return Refusal(node.name or "", f"the shape of %{made.name} cannot be written as a constant")
             alone = not y.is_graph_output() and _only_way(y, way, reader)
             return Match(
-                (node, *way, reader), (reader.outputs[0],) if alone else (y, reader.outputs[0]),
+                (node, *way, *behind), (made,) if alone else (y, made),
                 facts={"attributes": {"activation": form}, "two": not alone, "view": view}, count="activation", at=node,
             )  # fmt: skip
     return None

@@ -132,6 +132,26 @@ def test_low_activation(bench):
     assert [o.dtype for o in node_of(graph).outputs] == [BF16, BF16]
 
 
+@pytest.mark.parametrize("view", [False, True])
+def test_activation_in_float32_between_casts(bench, view):
+    def body(b, x, w, r):
+        z = product(b, x, w, to=int(BF16))
+        z = b.op("Reshape", z, b.ints([2, 3, 5])) if view else z
+        y = b.op("Cast", b.op("Gelu", b.op("Cast", z, to=FLOAT), domain="ortgraph", approximate="tanh"), to=BF16)
+        dz = b.op("GeluGrad", r, b.op("Cast", z, to=FLOAT), domain="ortgraph", approximate="tanh")
+        return b.op("Cast", y, to=FLOAT), dz
+
+    graph = bench.make(body, {"x": (6, 8), "w": (8, 5), "r": (2, 3, 5) if view else (6, 5)})
+    assert bench.apply(graph, FuseProduct(), ROUGH) == {"activation": 1}
+    assert "ortgraph.Gelu" not in bench.ops(graph) and option(graph, "activation") == "gelu_tanh"
+
+    def read_in_float(b, x, w, r):
+        y = b.op("Tanh", b.op("Cast", product(b, x, w, to=int(BF16)), to=FLOAT))
+        return b.op("Cast", b.op("Cast", y, to=BF16), to=FLOAT), b.op("TanhGrad", r, y, domain="ortgraph")
+
+    assert bench.refusals(bench.make(read_in_float, {"x": (6, 8), "w": (8, 5), "r": (6, 5)}), FuseProduct()) == []
+
+
 def both(b, y, other):
     return other, b.op("Identity", y)
 
