@@ -26,6 +26,7 @@ from ortgraph.ops.generated.expressions import ROW, Region
 from ortgraph.ops.generated.layout import input_count, layout, sizes
 from ortgraph.ops.generated.operators import read_region
 from ortgraph.ops.generated.schedule import inplace_pairs, schedule
+from ortgraph.ops.generated.source import Writer
 from ortgraph.ops.kernels.library import find_compiler
 from ortgraph.ops.shapes import Types, element_count
 from ortgraph.ops.spec import GENERATED as DOMAIN
@@ -49,6 +50,15 @@ def reason() -> str:
     except RuntimeSetupError as error:
         return str(error)
     return ""
+
+
+def reason_of(function: ir.Function) -> str | None:
+    """Why no kernel can be written for a body; None when one can."""
+    try:
+        Writer(function.name, read_region(function)).text()
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def library_path(model: ir.Model) -> pathlib.Path:
@@ -200,5 +210,5 @@ def draws_of(node: ir.Node) -> tuple[int, ...]:
 
 __all__ = [
     "DOMAIN", "adopt", "available", "body_of", "build", "class_of", "draws_of", "library_path", "other_functions",
-    "reason", "region_of", "scratch_bytes", "serialize_node", "spec_of_body",
+    "reason", "reason_of", "region_of", "scratch_bytes", "serialize_node", "spec_of_body",
 ]  # fmt: skip

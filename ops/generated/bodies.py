@@ -112,7 +112,7 @@ class BodyMaker:
         attributes = list(node.attributes.values())
         inputs += [self._constant(c) for c in self._parameters(node)]
         if node.op_type == "Expand":
-            shape = attribute_shape(node.outputs[0])
+            shape = [1 if d < 0 else d for d in attribute_shape(node.outputs[0])]  # 1 leaves a dimension as it is
             inputs = [inputs[0], self._shape(shape)]
         if node.domain == COMPOSITE and "node" in node.attributes:
             attributes = [a for a in attributes if a.name != "node"]
@@ -305,7 +305,7 @@ def bind(function: ir.Function, node: ir.Node, attributes: Mapping[str, Any] | N
         maker = reshape.inputs[1].producer() if reshape.inputs[1] is not None else None
         name = None if maker is None else maker.attributes["value_ints"].ref_attr_name
         for token, dim in zip(reshape.outputs[0].shape or (), attribute(node, name or "", ()), strict=False):
-            if not isinstance(token, int) and dim > 0:
+            if not isinstance(token, int) and dim > 1:
                 found.setdefault(str(token.value), dim)
     return found
 

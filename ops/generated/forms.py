@@ -126,6 +126,10 @@ def _form(node: ir.Node) -> Form | str:
     space = dims(first)
     layouts = tuple(layout_in(space) for _ in node.outputs)
     if name == "Expand":
+        source = dims(node.inputs[0])  # type: ignore[arg-type]
+        own = (1,) * (len(space) - len(source)) + source
+        if any(not isinstance(d, int) and not same(d, o) for d, o in zip(space, own, strict=False)):
+            return "it repeats to a symbolic dimension"
         return Form(rows_in(space), (space, *[None] * (len(node.inputs) - 1)), layouts)
     if name == "Dropout" and node.domain != COMPOSITE:
         return "draws from the runtime's own generator"

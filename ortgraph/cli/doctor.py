@@ -36,7 +36,7 @@ def run(
 ) -> None:
     """Check Python, libraries, runtime, compiler and kernels; with a build file, also capture it and compare."""
     out = Output(as_json)
-    findings = [*_libraries(), _torch(), _runtime(), _kernels(out), _planners(), _processor(), *_blas()]
+    findings = [*_libraries(), _torch(), _runtime(), _kernels(out), _generated(), _planners(), _processor(), *_blas()]
     if target is not None and not any(f.state == "problem" for f in findings):
         findings += _try_build(out, target)
     out.table("Setup", ("what", "state", "detail"), [(f.what, f.state, f.detail) for f in findings])
@@ -121,6 +121,17 @@ def _kernels(out: Output) -> Finding:
     if there:
         return Finding("kernels", "ok", str(kernels.library_path()))
     return Finding("kernels", "note", f"not available, lowering goes without: {kernels.reason()}")
+
+
+def _generated() -> Finding:
+    from ortgraph.ops import generated
+    from ortgraph.ops.kernels.library import find_compiler
+
+    why = generated.reason()
+    if not why:
+        return Finding("generated kernels", "ok", f"fused regions are compiled with {find_compiler()}")
+    lost = "element-wise and row-wise regions run as single operators, each through memory"
+    return Finding("generated kernels", "note", f"not available, {lost}: {why}")
 
 
 def _processor() -> Finding:

@@ -10,8 +10,9 @@ from typing import Any
 from ortgraph.analysis.bind_shapes import bind_shapes, infer_unknown, is_dynamic
 from ortgraph.errors import PipelineSyntaxError
 from ortgraph.graph import TrainingGraph
+from ortgraph.ops import generated
 from ortgraph.ops.expand import can_expand
-from ortgraph.ops.spec import COMPOSITE
+from ortgraph.ops.spec import COMPOSITE, GENERATED
 from ortgraph.ops.targets import reason_not_run
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ def prepare(graph: TrainingGraph, dims: Mapping[str, int], target: str) -> Train
     """
     lowered = graph.stage in _LOWERED
     dynamic = is_dynamic(graph)
-    if lowered and not dynamic:
+    if lowered and not dynamic and not _lost(graph):
         return lift_constants(graph.clone()) if _has_constants(graph) else graph
     ready = graph.clone()
     if dynamic:
@@ -41,11 +42,18 @@ def prepare(graph: TrainingGraph, dims: Mapping[str, int], target: str) -> Train
         if infer_unknown(ready):
             run_passes(ready, FOLD)
     tail = recorded_tail(graph)
+    if _lost(ready):
+        logger.warning("fused regions run as single operators: %s", generated.reason())
     if not lowered or _waits(ready, target):
         run_passes(ready, ",".join((f"lower{{target={target}}}", *(tail or (CLEAN,)))))
     elif dynamic:  # a memory budget waits for sizes, too
         run_passes(ready, ",".join(text for text in tail if text.startswith(RECOMPUTE)))
     return lift_constants(ready)
+
+
+def _lost(graph: TrainingGraph) -> bool:
+    """Whether the graph has fused regions, and this machine no compiler for them."""
+    return any(node.domain == GENERATED for node in graph.graph) and not generated.available()
 
 
 def _waits(graph: TrainingGraph, target: str) -> bool:

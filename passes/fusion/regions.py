@@ -90,6 +90,20 @@ class Regions:
             return True
         return False
 
+    def saved_bytes(self, group: Sequence[ir.Node], redrawn: set[ir.Node]) -> int:
+        """Bytes that single operators would write and read, and a kernel for the group does not."""
+        inside, outputs = set(group), set(self.outputs(group, redrawn))
+        total = sum(bytes_of(o) for n in group for o in n.outputs if o.name and o not in outputs)
+        seen: set[ir.Value] = set()
+        for node in group:
+            if node in redrawn and node.inputs[1] is not None:
+                total += 2 * bytes_of(node.inputs[1])
+            for value, source, alike in self._operands(node):
+                if (alike and source.producer() in inside) or source in seen:
+                    total += bytes_of(value)
+                seen.add(source)
+        return total
+
     def redraws(self, node: ir.Node) -> bool:
         """Whether the node is a DropoutGrad whose mask can be drawn again."""
         return node.op_type == "DropoutGrad" and node in self.forms and drawn_by(node, self.origin) is not None

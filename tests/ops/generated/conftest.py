@@ -39,7 +39,7 @@ class Fused:
             graph.outputs.append(value)
         self.plain = TrainingGraph(ir.Model(graph, ir_version=10))
         self.graph = self.plain.clone()
-        self.changes = FuseRegions().run(self.graph)
+        self.changes = FuseRegions(least_bytes=0).run(self.graph)
         self.nodes = [n for n in self.graph.graph if n.domain == generated.DOMAIN]
         if regions is not None:
             assert len(self.nodes) == regions, self.graph.text()
