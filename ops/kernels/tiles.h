@@ -7,29 +7,26 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "gemm_pack.h"
+#include "gemm_tile.h"
 #include "kernel.h"
 #include "vector.h"
 
 namespace ortgraph {
 
-typedef std::uint32_t Word;
-
 // Operands as float32.
 struct Single {
+  using Arithmetic = gemm::Single;
   static constexpr int kPair = 1;
-  static V dot(V sum, V a, V b) { return sum + a * b; }
+  static constexpr gemm::Rounding kRounding = gemm::Rounding::kNone;
   static V round(V v) { return v; }
 };
 
 // Operands rounded to bf16, sums in float32.
 struct Brain {
-#ifdef __AVX512BF16__
-  static constexpr int kPair = 2;
-  static V dot(V sum, V a, V b) { return (V)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b); }
-#else
-  static constexpr int kPair = 1;
-  static V dot(V sum, V a, V b) { return sum + a * b; }
-#endif
+  using Arithmetic = gemm::Pair;
+  static constexpr int kPair = Arithmetic::kDepth;
+  static constexpr gemm::Rounding kRounding = gemm::Rounding::kBf16;
   static V round(V v) { return widen(narrow(v, Bf16{}), Bf16{}); }
 };
 
@@ -48,13 +45,6 @@ inline V pair_across(V upper, V lower) {
 inline V pair_along(V first, V) { return first; }
 inline V pair_across(V upper, V) { return upper; }
 #endif
-
-inline V broadcast(const float* p) {
-  Word w;
-  std::memcpy(&w, p, sizeof w);
-  typedef Word Words __attribute__((vector_size(64)));
-  return reinterpret_cast<V>(Words{w, w, w, w, w, w, w, w, w, w, w, w, w, w, w, w});
-}
 
 // Memory of a thread for the pieces that it works on, kept from run to run: what is given back to the system comes
 // back as page faults, which cost more than a small product. A piece is made twice: the first round counts.
@@ -98,54 +88,23 @@ struct Operand {
   std::int64_t row, step;
 };
 
-// c[M, 16 N] (+)= a[M, k] b[k, 16 N]
-template <class F, int M, int N>
-void tile(const Operand& a, const float* b, std::int64_t b_row, std::int64_t k, float* c, std::int64_t c_row,
-          bool add) {
-  V sums[M][N];
-  for (int m = 0; m < M; ++m) {
-    for (int n = 0; n < N; ++n) sums[m][n] = add ? load(c + m * c_row + n * kLanes, Full{}) : V{};
-  }
-  const float* from = a.data;
-  for (std::int64_t p = 0; p < k; ++p, from += a.step, b += b_row) {
-    V right[N];
-    for (int n = 0; n < N; ++n) right[n] = load(b + n * kLanes, Full{});
-    for (int m = 0; m < M; ++m) {
-      const V left = broadcast(from + m * a.row);
-      for (int n = 0; n < N; ++n) sums[m][n] = F::dot(sums[m][n], left, right[n]);
-    }
-  }
-  for (int m = 0; m < M; ++m) {
-    for (int n = 0; n < N; ++n) store(c + m * c_row + n * kLanes, sums[m][n], Full{});
-  }
-}
-
-constexpr int kTileRows = 6, kTileVectors = 4;
-
-template <class F, int N>
-void strip(std::int64_t rows, std::int64_t k, Operand a, const float* b, std::int64_t b_row, float* c,
-           std::int64_t c_row, bool add) {
-  using Tile = void (*)(const Operand&, const float*, std::int64_t, std::int64_t, float*, std::int64_t, bool);
-  static constexpr Tile tiles[kTileRows] = {tile<F, 1, N>, tile<F, 2, N>, tile<F, 3, N>,
-                                            tile<F, 4, N>, tile<F, 5, N>, tile<F, 6, N>};
-  // Tiles of nearly equal height: a last one of one or two rows would wait for its sums.
-  const std::int64_t count = (rows + kTileRows - 1) / kTileRows;
-  for (std::int64_t i = 0, begin = 0; i < count; ++i) {
-    const std::int64_t end = rows * (i + 1) / count;
-    tiles[end - begin - 1](Operand{a.data + begin * a.row, a.row, a.step}, b, b_row, k, c + begin * c_row, c_row, add);
-    begin = end;
-  }
-}
+inline const gemm::Word* as_words(const float* p) { return reinterpret_cast<const gemm::Word*>(p); }
 
 // c[rows, 16 vectors] (+)= a[rows, k] b[k, 16 vectors], k in words.
 template <class F>
 void product(std::int64_t rows, std::int64_t vectors, std::int64_t k, Operand a, const float* b, std::int64_t b_row,
              float* c, std::int64_t c_row, bool add) {
-  for (std::int64_t n = 0; n < vectors;) {
-    const std::int64_t left = vectors - n;
-    const auto run = left >= 4 ? strip<F, 4> : left == 3 ? strip<F, 3> : left == 2 ? strip<F, 2> : strip<F, 1>;
-    run(rows, k, a, b + n * kLanes, b_row, c + n * kLanes, c_row, add);
-    n += std::min<std::int64_t>(left, kTileVectors);
+  // Tiles of nearly equal height: a last one of one or two rows would wait for its sums.
+  const std::int64_t count = (rows + gemm::kRows - 1) / gemm::kRows;
+  for (std::int64_t n = 0; n < vectors; n += gemm::kVectors) {
+    const int many = static_cast<int>(std::min<std::int64_t>(vectors - n, gemm::kVectors));
+    for (std::int64_t i = 0, begin = 0; i < count; ++i) {
+      const std::int64_t end = rows * (i + 1) / count;
+      const gemm::Tile tile{as_words(a.data + begin * a.row), a.row, a.step, as_words(b + n * kLanes), b_row, k,
+                            c + begin * c_row + n * kLanes, c_row, add};
+      gemm::tile_of<typename F::Arithmetic>(static_cast<int>(end - begin), many)(tile);
+      begin = end;
+    }
   }
 }
 
@@ -167,52 +126,16 @@ V load_up_to(const T* p, std::int64_t left) {
 // Words from the elements at p, of which `left` are given.
 template <class F, class T>
 V words(const T* p, std::int64_t left) {
-  if constexpr (F::kPair == 2) {
-    if constexpr (std::is_same_v<T, Bf16>) {
-      V v{};
-      if (left >= 2 * kLanes) std::memcpy(&v, p, sizeof v);
-      else if (left > 0) std::memcpy(&v, p, static_cast<std::size_t>(left) * sizeof(T));
-      return v;
-    } else {
-      return pair_along(load_up_to(p, left), load_up_to(p + kLanes, left - kLanes));
-    }
-  } else {
-    return F::round(load_up_to(p, left));
-  }
-}
-
-template <int kDistance>
-inline void exchange(V* v) {
-  constexpr auto from = [](int lane, bool second) {
-    return (lane & kDistance) ? 16 + (second ? lane : lane - kDistance) : (second ? lane + kDistance : lane);
-  };
-#define ORTGRAPH_ORDER(s)                                                                                       \
-  Vi {                                                                                                          \
-    from(0, s), from(1, s), from(2, s), from(3, s), from(4, s), from(5, s), from(6, s), from(7, s), from(8, s), \
-        from(9, s), from(10, s), from(11, s), from(12, s), from(13, s), from(14, s), from(15, s)                \
-  }
-  for (int i = 0; i < kLanes; ++i) {
-    if (i & kDistance) continue;
-    const V a = v[i], b = v[i + kDistance];
-#ifdef __clang__
-    for (int l = 0; l < kLanes; ++l) {
-      v[i][l] = (l & kDistance) ? b[l - kDistance] : a[l];
-      v[i + kDistance][l] = (l & kDistance) ? b[l] : a[l + kDistance];
-    }
-#else
-    v[i] = __builtin_shuffle(a, b, ORTGRAPH_ORDER(false));
-    v[i + kDistance] = __builtin_shuffle(a, b, ORTGRAPH_ORDER(true));
-#endif
-  }
-#undef ORTGRAPH_ORDER
+  const auto lanes = static_cast<int>(std::clamp<std::int64_t>(left, 0, 2 * kLanes));
+  return reinterpret_cast<V>(gemm::words_along<typename F::Arithmetic>(p, lanes, F::kRounding));
 }
 
 // Transposes 16 by 16 words.
 inline void turn(V* v) {
-  exchange<8>(v);
-  exchange<4>(v);
-  exchange<2>(v);
-  exchange<1>(v);
+  Vu in[kLanes], out[kLanes];
+  std::memcpy(in, v, sizeof in);
+  gemm::transpose(in, out);
+  std::memcpy(v, out, sizeof out);
 }
 
 // to[word, lane] = word of row `lane`, for `rows` rows padded with zeros to `lanes`, the row length of `to`.
@@ -239,12 +162,10 @@ void pack_down(const Rows<T>& x, std::int64_t first, std::int64_t rows, float* t
     const T *upper = x.row(first + r), *lower = upper + x.stride;
     const bool both = r + 1 < rows;
     for (std::int64_t c = 0; c < width; c += kLanes) {
-      const V a = load_up_to(upper + c, x.width - c);
-      if constexpr (F::kPair == 2) {
-        store(to + c, pair_across(a, both ? load_up_to(lower + c, x.width - c) : V{}), Full{});
-      } else {
-        store(to + c, F::round(a), Full{});
-      }
+      const auto lanes = static_cast<int>(std::clamp<std::int64_t>(x.width - c, 0, kLanes));
+      const T* next = both ? lower + c : nullptr;
+      const Vu made = gemm::words_across<typename F::Arithmetic>(upper + c, next, lanes, F::kRounding);
+      store(to + c, reinterpret_cast<V>(made), Full{});
     }
   }
 }
