@@ -13,6 +13,7 @@ from ortgraph.errors import BatchError, UnsupportedError
 _RIGHT_OVER_NOTHING = frozenset(
     {"Concat", "Pad", "Shape", "Size", "ReduceSum", "ReduceSumSquare", "ReduceL1", "ReduceL2", "ScatterElements"}
     | {"ScatterND", "ConstantOfShape", "If", "Loop", "Scan"}
+    | {"SquaredNorm", "MultiAdamW", "MultiLAMB", "MultiSGD"}
 )
 _BINDABLE = frozenset(
     {
