@@ -284,13 +284,13 @@ _ENTRIES = (
         integers=frozenset({"Indices"}), scratch=_sum_lookups, doc="Sum = Addend + EmbeddingGrad(dY, Indices)",
     ),
     _composite(
-        "Attention", ("Q", "K", "V", "Mask?", "Key?", "Step?"), ("Y?", "LogSumExp?"), _ATTENTION, ((0, 0),),
+        "Attention", ("Q", "K", "V", "Mask?", "Key?", "Step?"), ("Y?", "LogSumExp?"), _ATTENTION,
         integers=_MAY_DRAW, low=(("Q", "K", "V", "Y?"), ("Mask?",)), thread_scratch=attention_scratch.forward,
         doc="the composite in blocks of keys; probabilities are never in memory",
     ),
     _composite(
         "AttentionGrad", ("dY", "Q", "K", "V", "Y", "LogSumExp", "Mask?", "Key?", "Step?"), ("dQ?", "dK?", "dV?"),
-        _ATTENTION, ((0, 0), (1, 0), (4, 0), (2, 1), (3, 2)), integers=_MAY_DRAW,
+        _ATTENTION, ((1, 0), (2, 1), (3, 2)), integers=_MAY_DRAW,
         low=(("dY", "Q", "K", "V", "Y", "dQ?", "dK?", "dV?"), ("Mask?",)), thread_scratch=attention_scratch.backward,
         doc="the composite; probabilities are made again from scores and LogSumExp",
     ),
