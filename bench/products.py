@@ -4,8 +4,9 @@
 
 Shapes are those of BERT 256x4 (8 x 128 tokens) and BERT 768x4 (4 x 128): forward, gradients of inputs and of weights, heads
 over a vocabulary, attention. Operands are fresh in every run and nothing is packed beforehand, since weights change every
-step. Sides take turns, each for some runs at a time; PyTorch runs at its best setting. Rates are the best of all passes (other
-load only slows; a session spins, and ends before the other process has its turn), ``ratio`` is the median over passes of our time against the better peer's of the same precision.
+step. Sides take turns, each for some runs at a time; PyTorch runs at its best setting. Rates are the best of all passes,
+since other load only slows; on a busy machine one thread is what can be compared. ``ratio`` is the median over passes of
+the better peer's time (of the same precision) over ours.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@
 //   A: std::int64_t space_words(mn, kn)                                       that `rows` packs into
 //      Rows rows(m0, mn, k0, kn, Word* space)                                 a block's rows
 //   B: Columns panel(n0, nn, k0, kn, width, once, Word* space)                `once`: few rows read it
-//   Epilogue: float* place(m, n, nn)       where sums may be left as the result, or null
-//             std::int64_t width()         from one row of `place` to the next
-//             void finish(m, rows, n, nn, const float* sums, std::int64_t width)
+//   Epilogue: Start start(m, n, nn)        what sums of that tile start from
+//             Place place(m, n, nn)        where a tile may be left as the result, or nothing
+//             void finish(m, rows, n, nn, const float* sums, std::int64_t width)        else
 // `Dense` (gemm_pack.h) is both kinds of operand.
 #pragma once
 
@@ -37,6 +37,16 @@ template <class Arithmetic>
 constexpr std::int64_t depth() {
   return kBlockWords * Arithmetic::kDepth;
 }
+
+struct Start {
+  const float* at = nullptr;  // null for zeros; `nn` rounded up to whole vectors can be read
+  std::int64_t width = 0;
+};
+struct Place {
+  void* at = nullptr;
+  std::int64_t width = 0;
+  bool low = false;  // bfloat16, not float32
+};
 
 struct Block {
   std::int64_t m0, mn, n0, nn;
@@ -79,23 +89,18 @@ void piece(const A& a, const B& b, const Epilogue& epilogue, const Block& block,
     for (std::int64_t n = 0; n < block.nn; n += kColumns) {
       const std::int64_t nn = std::min<std::int64_t>(kColumns, block.nn - n);
       const int vectors = static_cast<int>((nn + kLanes - 1) / kLanes);
-      const Columns columns =
-          b.panel(block.n0 + n, nn, k0, kn, vectors * kLanes, block.mn <= kFewRows, b_space);
-      const Multiply whole = tile_of<Arithmetic>(kRows, vectors);
+      const Columns columns = b.panel(block.n0 + n, nn, k0, kn, vectors * kLanes, block.mn <= kFewRows, b_space);
       for (std::int64_t m = 0; m < block.mn; m += kRows) {
         const int count = static_cast<int>(std::min<std::int64_t>(kRows, block.mn - m));
-        const Multiply multiply = count == kRows ? whole : tile_of<Arithmetic>(count, vectors);
-        float* sums = epilogue.place(block.m0 + m, block.n0 + n, nn);
-        const bool placed = sums != nullptr;
-        std::int64_t width = epilogue.width();
-        if (!placed) {
-          const bool single = k <= kDeep;
-          sums = single ? tile : all_sums + m * wide + n;
-          width = single ? kColumns : wide;
-        }
-        multiply({rows.row(m), rows.row_step, rows.step, columns.at, columns.step, (kn + kDepth - 1) / kDepth, sums, width,
-                  k0 > 0});
-        if (last && !placed) epilogue.finish(block.m0 + m, count, block.n0 + n, nn, sums, width);
+        const Place place = last ? epilogue.place(block.m0 + m, block.n0 + n, nn) : Place{};
+        float* const sums = last && k0 == 0 ? tile : all_sums + m * wide + n;
+        const std::int64_t width = last && k0 == 0 ? kColumns : wide;
+        const Start start = k0 == 0 ? epilogue.start(block.m0 + m, block.n0 + n, nn) : Start{sums, width};
+        Tile t{rows.row(m), rows.row_step, rows.step, columns.at, columns.step, (kn + kDepth - 1) / kDepth,
+               start.at, start.width, sums, width};
+        if (place.at) t.to = place.at, t.width = place.width;
+        (place.low ? tile_of<Arithmetic, Bf16>(count, vectors) : tile_of<Arithmetic, float>(count, vectors))(t);
+        if (last && !place.at) epilogue.finish(block.m0 + m, count, block.n0 + n, nn, sums, width);
       }
     }
   }

@@ -37,7 +37,9 @@ struct Single {
 struct Pair {
   static constexpr int kDepth = 2;
   static V multiply_add(V sum, const Word* a, V b) {
-    return (V)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(static_cast<int>(*a)), (__m512bh)b);
+    int pair;
+    std::memcpy(&pair, a, sizeof pair);
+    return (V)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)b);
   }
 };
 #else
@@ -50,16 +52,28 @@ struct Tile {
   std::int64_t row_step, step;
   const Word* b;
   std::int64_t b_step, steps;
-  float* sums;
-  std::int64_t width;  // from one row of sums to the next
-  bool add;            // to what lies in sums
+  const float* from;        // what the sums start from; null for zeros
+  std::int64_t from_width;  // from one row to the next
+  void* to;
+  std::int64_t width;
 };
 
-template <class Arithmetic, int R, int N>
+inline void store_rounded(float* p, V x) { store(p, x, Full{}); }
+// The processor's own rounding, where it has one: subnormal results become zero, as they do in its products.
+inline void store_rounded(Bf16* p, V x) {
+#ifdef __AVX512BF16__
+  const __m256bh bits = _mm512_cvtneps_pbh((__m512)x);
+  std::memcpy(p, &bits, sizeof bits);
+#else
+  store(p, x, Full{});
+#endif
+}
+
+template <class Arithmetic, class T, int R, int N>
 void multiply(const Tile& t) {
   V sum[R][N];
   for (int r = 0; r < R; ++r) {
-    for (int v = 0; v < N; ++v) sum[r][v] = t.add ? load(t.sums + r * t.width + v * kLanes, Full{}) : V{};
+    for (int v = 0; v < N; ++v) sum[r][v] = t.from ? load(t.from + r * t.from_width + v * kLanes, Full{}) : V{};
   }
   const Word* rows[R];
   for (int r = 0; r < R; ++r) rows[r] = t.a + r * t.row_step;
@@ -75,28 +89,28 @@ void multiply(const Tile& t) {
     }
   }
   for (int r = 0; r < R; ++r) {
-    for (int v = 0; v < N; ++v) store(t.sums + r * t.width + v * kLanes, sum[r][v], Full{});
+    for (int v = 0; v < N; ++v) store_rounded(static_cast<T*>(t.to) + r * t.width + v * kLanes, sum[r][v]);
   }
 }
 
 using Multiply = void (*)(const Tile&);
 
-template <class Arithmetic, int R>
+template <class Arithmetic, class T, int R>
 constexpr Multiply of_rows(int vectors) {
 #ifdef __AVX512F__
-  constexpr Multiply all[] = {multiply<Arithmetic, R, 1>, multiply<Arithmetic, R, 2>, multiply<Arithmetic, R, 3>,
-                              multiply<Arithmetic, R, 4>};
+  constexpr Multiply all[] = {multiply<Arithmetic, T, R, 1>, multiply<Arithmetic, T, R, 2>,
+                              multiply<Arithmetic, T, R, 3>, multiply<Arithmetic, T, R, 4>};
 #else
-  constexpr Multiply all[] = {multiply<Arithmetic, R, 1>};
+  constexpr Multiply all[] = {multiply<Arithmetic, T, R, 1>};
 #endif
   return all[vectors - 1];
 }
 
-// The tile of 1 to 6 rows and 1 to kVectors vectors.
-template <class Arithmetic>
+// The tile of 1 to 6 rows and 1 to kVectors vectors that leaves elements of type T.
+template <class Arithmetic, class T>
 Multiply tile_of(int rows, int vectors) {
-  constexpr Multiply (*all[])(int) = {of_rows<Arithmetic, 1>, of_rows<Arithmetic, 2>, of_rows<Arithmetic, 3>,
-                                      of_rows<Arithmetic, 4>, of_rows<Arithmetic, 5>, of_rows<Arithmetic, 6>};
+  constexpr Multiply (*all[])(int) = {of_rows<Arithmetic, T, 1>, of_rows<Arithmetic, T, 2>, of_rows<Arithmetic, T, 3>,
+                                      of_rows<Arithmetic, T, 4>, of_rows<Arithmetic, T, 5>, of_rows<Arithmetic, T, 6>};
   return all[rows - 1](vectors);
 }
 

@@ -46,17 +46,31 @@ V activate(V x, Activation activation) {
 struct Finish {
   Output y, z;
   const void* addend;
-  const float* bias;
+  const float* bias;  // with room for whole vectors behind it
   float alpha;
   Activation activation;
   ElementType type;
-  std::int64_t columns, start = 0;
+  std::int64_t columns, start_at = 0;
 
-  float* place(std::int64_t m, std::int64_t n, std::int64_t nn) const {
-    const bool plain = y && type == kFloat && !z && !addend && !bias && alpha == 1.0f && activation == Activation::kNone;
-    return plain && nn % kLanes == 0 ? static_cast<float*>(y.raw) + start + m * columns + n : nullptr;
+  // Sums start from the bias, or from a float32 addend where nothing comes between.
+  bool from_bias() const { return bias && alpha == 1.0f; }
+  bool from_addend() const {
+    return addend && !bias && !z && type == kFloat && alpha == 1.0f && activation == Activation::kNone;
   }
-  std::int64_t width() const { return columns; }
+  gemm::Start start(std::int64_t m, std::int64_t n, std::int64_t nn) const {
+    if (from_bias()) return {bias + n, 0};
+    if (!from_addend() || nn % kLanes != 0) return {};
+    return {static_cast<const float*>(addend) + start_at + m * columns + n, columns};
+  }
+
+  gemm::Place place(std::int64_t m, std::int64_t n, std::int64_t nn) const {
+    const bool more = z || (addend && !from_addend()) || alpha != 1.0f || activation != Activation::kNone;
+    if (!y || more || nn % kLanes != 0) return {};
+    const std::int64_t at = start_at + m * columns + n;
+    if (type == kFloat) return {static_cast<float*>(y.raw) + at, columns, false};
+    if (type == kBfloat16) return {static_cast<Bf16*>(y.raw) + at, columns, true};
+    return {};
+  }
 
   void finish(std::int64_t m, int rows, std::int64_t n, std::int64_t nn, const float* sums, std::int64_t width) const {
     switch (type) {
@@ -70,10 +84,10 @@ struct Finish {
   template <class T>
   void finish_as(std::int64_t m, int rows, std::int64_t n, std::int64_t nn, const float* sums, std::int64_t width) const {
     for (int r = 0; r < rows; ++r) {
-      const std::int64_t at = start + (m + r) * columns + n;
+      const std::int64_t at = start_at + (m + r) * columns + n;
       vectors(nn, [&](std::int64_t i, auto span) {
         V x = load(sums + r * width + i, span) * alpha;
-        if (bias) x += load(bias + n + i, span);
+        if (bias && !from_bias()) x += load(bias + n + i, span);
         if (z) store(static_cast<T*>(z.raw) + at + i, x, span);
         x = activate(x, activation);
         if (addend) x += load(static_cast<const T*>(addend) + at + i, span);
@@ -173,7 +187,12 @@ class Product final : public Kernel {
     const Tensor bias = context.input(2), addend = context.input(3);
     expect(!bias || (bias.shape.rank == 1 && bias.shape.dim[0] == sizes.n), "Bias must be [N]");
     expect(!addend || addend.shape == sizes.shape, "Addend must have the shape of the result");
-    const Finish finish{y, z, addend.raw, bias.floats(), alpha_, activation_, y ? y.type : z.type, sizes.n};
+    const std::int64_t wide = (sizes.n + kLanes - 1) / kLanes * kLanes;  // tiles read whole vectors of the bias
+    const bool copied = bias && wide > sizes.n;
+    const Scratch<float> row(copied ? static_cast<std::size_t>(wide) : 0);
+    if (copied) std::copy_n(bias.floats(), sizes.n, row.data());
+    const Finish finish{y, z, addend.raw, copied ? row.data() : bias.floats(), alpha_, activation_,
+                        y ? y.type : z.type, sizes.n};
     constexpr bool kMayPair = !std::is_same_v<TA, Half> && !std::is_same_v<TB, Half>;
     if constexpr (kMayPair) {
       if (rounding_ == Rounding::kBf16) {
@@ -202,7 +221,7 @@ class Product final : public Kernel {
         one_a.data += a_at * s.m * s.k;
         one_b.data += b_at * s.k * s.n;
         Finish one = all;
-        one.start = item * s.m * s.n;
+        one.start_at = item * s.m * s.n;
         gemm::piece<Arithmetic>(one_a, one_b, one, cut.block(p % cut.pieces(), s.m, s.n), s.k);
       }
     });

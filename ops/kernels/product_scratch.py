@@ -27,5 +27,12 @@ def thread_bytes(node: ir.Node) -> int:
     return 4 * (packed + _COLUMNS * steps + sums)
 
 
+def bias_bytes(node: ir.Node) -> int:
+    """Bytes of a copy of the bias with room for whole vectors; none where it has that room."""
+    bias = node.inputs[2] if len(node.inputs) > 2 else None
+    columns = math.prod(static_shape(bias) or ()) if bias is not None else 0
+    return 4 * _up(columns, _LANES) if columns % _LANES else 0
+
+
 def _up(n: int, to: int) -> int:
     return -(-n // to) * to

@@ -267,7 +267,7 @@ _ENTRIES = (
     _composite(
         "Product", ("A", "B", "Bias?", "Addend?"), ("Y?", "Z?"),
         ("transA", "transB", "alpha", "precision", "activation"), ((3, 0),), low=(("A",), ("B",), ("Addend?", "Y?", "Z?")),
-        half=True, thread_scratch=product_scratch.thread_bytes,
+        half=True, scratch=product_scratch.bias_bytes, thread_scratch=product_scratch.thread_bytes,
         doc="the composite: operands are rounded while they are packed, the rest is done on finished sums",
     ),
     KernelEntry(
