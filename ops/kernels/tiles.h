@@ -100,9 +100,10 @@ void product(std::int64_t rows, std::int64_t vectors, std::int64_t k, Operand a,
     const int many = static_cast<int>(std::min<std::int64_t>(vectors - n, gemm::kVectors));
     for (std::int64_t i = 0, begin = 0; i < count; ++i) {
       const std::int64_t end = rows * (i + 1) / count;
+      float* to = c + begin * c_row + n * kLanes;
       const gemm::Tile tile{as_words(a.data + begin * a.row), a.row, a.step, as_words(b + n * kLanes), b_row, k,
-                            c + begin * c_row + n * kLanes, c_row, add};
-      gemm::tile_of<typename F::Arithmetic>(static_cast<int>(end - begin), many)(tile);
+                            add ? to : nullptr, c_row, to, c_row};
+      gemm::tile_of<typename F::Arithmetic, float>(static_cast<int>(end - begin), many)(tile);
       begin = end;
     }
   }
