@@ -23,7 +23,7 @@ from ortgraph.graph.edit import static_shape
 from ortgraph.ops.generated.bodies import adopt, bind, body_of
 from ortgraph.ops.generated.compiled import build
 from ortgraph.ops.generated.expressions import ROW, Region
-from ortgraph.ops.generated.layout import input_count, layout, sizes
+from ortgraph.ops.generated.layout import completed, input_count, layout, sizes
 from ortgraph.ops.generated.operators import read_region
 from ortgraph.ops.generated.schedule import inplace_pairs, schedule
 from ortgraph.ops.generated.source import Writer
@@ -151,7 +151,7 @@ def serialize_node(node: ir.Node) -> onnx.NodeProto:
     region, body = region_of(node.op_type), body_of(node.op_type)
     assert region is not None and body is not None
     shapes = [static_shape(o) for o in node.outputs]
-    dims = bind(body, node)
+    dims = completed(region, bind(body, node))
     if any(s is None for s in shapes) or any(not isinstance(d, int) for d in dims.values()):
         raise PlanError(
             f"node {node.name!r} ({node.op_type}) has no static shape", "bind the symbolic dimensions first"
@@ -176,7 +176,7 @@ def scratch_bytes(node: ir.Node, threads: int) -> int:
     region, body = region_of(node.op_type), body_of(node.op_type)
     if region is None or body is None:
         return 0
-    dims = bind(body, node)
+    dims = completed(region, bind(body, node))
     if any(not isinstance(d, int) for d in dims.values()):
         return 0
     made = sizes(region, layout(region), dims)

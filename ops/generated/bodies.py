@@ -303,8 +303,8 @@ def bind(function: ir.Function, node: ir.Node, attributes: Mapping[str, Any] | N
         if reshape.op_type not in ("Reshape", "Expand"):
             continue
         maker = reshape.inputs[1].producer() if reshape.inputs[1] is not None else None
-        name = None if maker is None else maker.attributes["value_ints"].ref_attr_name
-        for token, dim in zip(reshape.outputs[0].shape or (), attribute(node, name or "", ()), strict=False):
+        target = None if maker is None else maker.attributes["value_ints"].ref_attr_name
+        for token, dim in zip(reshape.outputs[0].shape or (), attribute(node, target or "", ()), strict=False):
             if not isinstance(token, int) and dim > 1:
                 found.setdefault(str(token.value), dim)
     return found

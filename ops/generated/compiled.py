@@ -82,7 +82,7 @@ def build(names: tuple[str, ...]) -> pathlib.Path:
 
 
 def _flags() -> tuple[str, ...]:
-    return (*(f if f != "-O3" else "-O2" for f in library.flags()), f"-I{_HERE}", f"-I{_KERNELS}")
+    return (*library.flags(), f"-I{_HERE}", f"-I{_KERNELS}")
 
 
 def _environment_key(compiler: str) -> str:

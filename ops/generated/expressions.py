@@ -16,7 +16,7 @@ ROW: Width = ""
 
 # What an expression yields: a number (float32 inside whatever its type outside) or a choice.
 NUMBER, CHOICE = "number", "choice"
-REDUCTIONS = frozenset({"sum", "max", "min"})
+REDUCTIONS = frozenset({"sum", "max", "min", "peak"})  # peak: the maximum where NaN shows anyway
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,14 +97,14 @@ class Region:
         results: One per output.
         inputs: Element types.
         draws: Names of the attributes that hold the numbers of drawing nodes, one for each ``draw`` or ``uniform``.
-        rows: Leading dimensions of its values: their product is the number of rows.
+        rows: Leading dimensions of its values, before and behind each reshape: the products are the number of rows.
     """
 
     exprs: tuple[Expr, ...]
     results: tuple[Result, ...]
     inputs: tuple[ir.DataType, ...]
     draws: tuple[str, ...] = ()
-    rows: tuple[str | int, ...] = ()
+    rows: tuple[tuple[str | int, ...], ...] = ((),)
 
     @property
     def accesses(self) -> tuple[Access, ...]:

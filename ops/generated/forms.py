@@ -60,7 +60,7 @@ def _narrow(node: ir.Node) -> bool:
         return False
     values = [v for v in (node.inputs[0], *node.outputs) if v is not None and v.shape is not None]
     values = values[:1] if node.op_type not in _MOVES else values
-    return any(not len(v.shape) or v.shape[-1] == 1 for v in values)  # type: ignore[arg-type]
+    return any(not dims(v) or dims(v)[-1] == 1 for v in values)
 
 
 def _checked(node: ir.Node, made: Form) -> Form | str:

@@ -99,6 +99,9 @@ inline float max_of(V v) {
   v = maximum(v, pairs(v));
   return maximum(v, neighbours(v))[0];
 }
+inline V peak_outside(V v, Full) { return v; }
+inline V peak_outside(V v, Part part) { return outside(v, part); }
+inline float peak_of(V v) { return largest(v); }
 inline float min_of(V v) {
   v = minimum(v, halves(v));
   v = minimum(v, quarters(v));
@@ -224,18 +227,41 @@ inline std::int64_t row_offset(std::int64_t row, const std::int64_t (&sizes)[n],
   return offset + row * strides[0];
 }
 
-// Words drawn for `count` elements from element `first` on, whether they are kept: all bits or none.
+// The same offset, from row to row.
+template <std::size_t n>
+class Walk {
+ public:
+  Walk(std::int64_t row, const std::int64_t (&sizes)[n], const std::int64_t (&strides)[n])
+      : sizes_(sizes), strides_(strides), offset_(row_offset(row, sizes, strides)) {
+    for (std::size_t d = n; d-- > 0;) {
+      const std::int64_t size = d ? sizes[d] : row + 1;
+      index_[d] = row % size;
+      row /= size;
+    }
+  }
+  std::int64_t offset() const { return offset_; }
+  void next() {
+    for (std::size_t d = n; d-- > 0;) {
+      offset_ += strides_[d];
+      if (++index_[d] < sizes_[d] || d == 0) return;
+      offset_ -= strides_[d] * sizes_[d];
+      index_[d] = 0;
+    }
+  }
+
+ private:
+  const std::int64_t (&sizes_)[n];
+  const std::int64_t (&strides_)[n];
+  std::int64_t index_[n];
+  std::int64_t offset_;
+};
+
+// Words drawn for `count` elements from element `first` on.
 inline void draw_words(const Generator& generator, std::int64_t first, std::int64_t count, std::int32_t* words) {
-  std::int32_t block[kDraws];
   for (std::int64_t at = first; at < first + count;) {
     const std::int64_t column = at % kDraws;
     const std::int64_t n = std::min(kDraws - column, first + count - at);
-    if (n == kDraws) {
-      generator.row(at / kDraws, words + (at - first));
-    } else {
-      generator.row(at / kDraws, block);
-      std::memcpy(words + (at - first), block + column, static_cast<std::size_t>(n) * sizeof(std::int32_t));
-    }
+    generator.part(at / kDraws, column, column + n, words + (at - first) - column);
     at += n;
   }
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ortgraph.ops.generated.expressions import ROW, Access, Region, Width
 
@@ -123,7 +124,7 @@ def sizes(region: Region, plan: Layout, size: Mapping[str | int, int]) -> dict[s
     def number(dim: Width) -> int:
         return dim if isinstance(dim, int) else size[dim]
 
-    rows = math.prod(number(d) for d in region.rows)
+    rows = next(_count(dims, size) for dims in region.rows if all(isinstance(d, int) or d in size for d in dims))  # type: ignore[arg-type]
     widths = [number(w) for w in region.widths]
     if plan.merged is None:
         rows, widths = 1, [rows * widths[0]]
@@ -139,6 +140,29 @@ def sizes(region: Region, plan: Layout, size: Mapping[str | int, int]) -> dict[s
 def _space(region: Region) -> Sequence[str | int]:
     """Leading dimensions of the one space in which inputs repeat."""
     return next(tuple(size for size, _ in a.leading) for a in region.accesses if a.mixed)
+
+
+def completed(region: Region, size: Mapping[str, Any]) -> dict[str, Any]:
+    """Lengths by name with those that only the target -1 of a reshape tells."""
+    found = dict(size)
+
+    def unknown(dims: Sequence[str | int]) -> list[str]:
+        return [d for d in dims if not isinstance(d, int) and d not in found]
+
+    whole = [dims for dims in region.rows if not unknown(dims)]
+    if not whole or any(not isinstance(v, int) for v in found.values()):
+        return found
+    rows = _count(whole[0], found)
+    for dims in region.rows:
+        missing = unknown(dims)
+        if len(missing) == 1 and dims.count(missing[0]) == 1:
+            known = _count([d for d in dims if d != missing[0]], found)
+            found[missing[0]] = rows // known if known else 0
+    return found
+
+
+def _count(dims: Sequence[str | int], size: Mapping[str, int]) -> int:
+    return math.prod(d if isinstance(d, int) else size[d] for d in dims)
 
 
 def input_count(region: Region, plan: Layout, index: int, size: Mapping[str | int, int]) -> int:

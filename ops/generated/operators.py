@@ -122,19 +122,21 @@ def read_region(body: ir.Function) -> Region:
             known = Result(expr, False, output.dtype, ROW if width == 1 else width)  # type: ignore[arg-type]
         found.append(known)
     types = tuple(v.dtype for v in inputs)
-    rows = reader.space(rows_of(body))[0]
+    rows = tuple(dict.fromkeys(reader.space(value)[0] for value in rows_of(body)))
     return Region(tuple(reader.make.exprs), tuple(found), types, tuple(reader.draws), rows)  # type: ignore[arg-type]
 
 
-def rows_of(body: ir.Function) -> ir.Value:
-    """A value of a body that has all its rows."""
-    for output in body.outputs:
-        node = output.producer()
-        assert node is not None
-        if is_column_sum(node) or (node.op_type == "LayerNormGrad" and output.index() != 0):
-            return node.inputs[0]  # type: ignore[return-value]
-        return output
-    raise ValueError("a body without outputs")
+def rows_of(body: ir.Function) -> list[ir.Value]:
+    """Values of a body that have all its rows: an output or what it sums, and both sides of reshapes of whole rows."""
+    output = body.outputs[0]
+    node = output.producer()
+    assert node is not None
+    summed = is_column_sum(node) or (node.op_type == "LayerNormGrad" and output.index() != 0)
+    found = [node.inputs[0] if summed else output]
+    for node in body:
+        if node.op_type == "Reshape" and dims_of(node.inputs[0])[-1:] == dims_of(node.outputs[0])[-1:]:  # type: ignore[arg-type]
+            found += [node.inputs[0], node.outputs[0]]
+    return [v for v in found if v is not None]
 
 
 Handler = Callable[[Reader, ir.Node], None]
@@ -302,7 +304,7 @@ def _row(reader: Reader, node: ir.Node, position: int) -> tuple[int, Width]:
 def _softmax(reader: Reader, node: ir.Node) -> None:
     x, width = _row(reader, node, 0)
     m = reader.make
-    e = m.op("exp", m.op("sub", x, m.reduce("max", x, width)))
+    e = m.op("exp", m.op("sub", x, m.reduce("peak", x, width)))
     reader.put(node.outputs[0], m.op("mul", e, m.op("reciprocal", m.reduce("sum", e, width))))
 
 
@@ -310,7 +312,7 @@ def _softmax(reader: Reader, node: ir.Node) -> None:
 def _log_softmax(reader: Reader, node: ir.Node) -> None:
     x, width = _row(reader, node, 0)
     m = reader.make
-    shifted = m.op("sub", x, m.reduce("max", x, width))
+    shifted = m.op("sub", x, m.reduce("peak", x, width))
     total = m.reduce("sum", m.op("exp", shifted), width)
     reader.put(node.outputs[0], m.op("sub", shifted, m.op("log", total)))
 

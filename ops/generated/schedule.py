@@ -193,7 +193,7 @@ def inplace_pairs(plan: Schedule) -> tuple[tuple[int, int], ...]:
 
 def _last_reads(plan: Schedule) -> tuple[dict[int, int], set[int]]:
     """Last walk that reads each dense input (-1: one number per row), and inputs that are read out of step."""
-    region, last, bad = plan.region, {}, set()
+    region, last, bad = plan.region, dict[int, int](), set[int]()
     for e in region.exprs:
         if isinstance(e.data, Access) and (
             e.op == "counter" or not e.data.dense or e.kind == CHOICE and e.op != "load"

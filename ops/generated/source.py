@@ -34,6 +34,7 @@ _TYPES = {
 }  # fmt: skip
 _START = {
     "sum": "V{}", "max": "splat(-std::numeric_limits<float>::infinity())",
+    "peak": "splat(-std::numeric_limits<float>::infinity())",
     "min": "splat(std::numeric_limits<float>::infinity())",
 }  # fmt: skip
 
@@ -173,8 +174,12 @@ class Writer:
         self._workspace(f"std::max({{{widest}}})" if len(self.region.widths) > 1 else main)
         if self._columns:
             self._line("float* sums = partials.clear(begin);")
+        for i in range(len(self.layout.patterns)):
+            self._line(f"Walk walk{i}(begin, sizes{i}_, strides{i}_);")
         self._open("for (std::int64_t r = begin; r < end; ++r) {")
         self._row("")
+        for i in range(len(self.layout.patterns)):
+            self._line(f"walk{i}.next();")
         self._close("}")
         self._close("});")
         for position, i in enumerate(self._columns):
@@ -194,7 +199,8 @@ class Writer:
         """One row, or one tile of it (``tile`` is its width)."""
         region, plan = self.region, self.plan
         for i in range(len(self.layout.patterns)):
-            self._line(f"const std::int64_t at{i} = row_offset(r, sizes{i}_, strides{i}_);")
+            offset = f"row_offset(r, sizes{i}_, strides{i}_)" if tile else f"walk{i}.offset()"
+            self._line(f"const std::int64_t at{i} = {offset};")
         self._pointers(tile)
         for e, row in plan.kept.items():
             self._line(f"float* k{e} = workspace.row({row});")
@@ -271,7 +277,8 @@ class Writer:
             if exprs[i].op == "sum":
                 writes.append(f"a{i} += keep({value}, span);")
             else:
-                writes.append(f"a{i} = {exprs[i].op}imum(a{i}, {exprs[i].op}_outside({value}, span));")
+                name = "larger" if exprs[i].op == "peak" else f"{exprs[i].op}imum"
+                writes.append(f"a{i} = {name}(a{i}, {exprs[i].op}_outside({value}, span));")
         for i in loop.results:
             result = self.region.results[i]
             value = step.value(result.expr, 0)

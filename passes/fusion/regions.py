@@ -221,7 +221,7 @@ class Regions:
             return True
         return self._returns(a, b)
 
-    def _column_widths(self, nodes: Sequence[ir.Node]) -> set[object]:
+    def _column_widths(self, nodes: Sequence[ir.Node]) -> set[str]:
         found = set()
         for node in nodes:
             for output, layout in zip(node.outputs, self.forms[node].layouts, strict=True):

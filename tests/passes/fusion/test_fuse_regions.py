@@ -203,3 +203,21 @@ def test_a_function_under_another_name_is_refused(bench):
     proto.functions[0].name = proto.graph.node[0].op_type = "Fused_0000000000000000"
     with pytest.raises(InputError, match="not what its name says"):
         ortgraph.graph.TrainingGraph(ir.serde.deserialize_model(proto))
+
+
+def test_one_kernel_serves_all_batch_sizes():
+    """Fused while the batch is a symbol; sizes are read when a session binds it, a batch of one among them."""
+    torch.manual_seed(0)
+    module, batch = llama()
+    dynamic = {name: {0: "batch"} for name in batch}
+    graph = ortgraph.capture(module, batch, dynamic=dynamic)
+    fused = ortgraph.optimize(graph, [_anything(p) for p in preset()]).graph
+    plain = ortgraph.optimize(graph, "O1", optimizer=ortgraph.optim.AdamW(lr=1e-2)).graph
+    assert len(fused_nodes(fused)) > 5
+    session, other = (ortgraph.TrainingSession(g, threads=2) for g in (fused, plain))
+    for size in (2, 5, 1):
+        ids = torch.randint(0, 97, (size, 13))
+        given = {"input_ids": ids, "labels": ids.clone()}
+        errors = relative_errors(session.gradients(given), other.gradients(given))
+        assert max(errors.values()) < 1e-5
+        assert sum(n.domain == GENERATED for n in session.programs[-1].order) == len(fused_nodes(fused))
