@@ -16,7 +16,8 @@ from ortgraph.graph.edit import is_used, take_type
 from ortgraph.manager.base import Changes, GraphPass, Refusal
 from ortgraph.ops import generated
 from ortgraph.ops.builder import Builder
-from ortgraph.ops.generated.bodies import BodyMaker, is_view
+from ortgraph.ops.generated.bodies import BodyMaker, drawn_by, is_view
+from ortgraph.ops.spec import COMPOSITE
 from ortgraph.passes.fusion.regions import Regions
 from ortgraph.runtime.inference_export import keep_evaluation_form
 
@@ -65,6 +66,9 @@ class FuseRegions(GraphPass):
         names, new_of = Names(graph.graph), dict[ir.Value, ir.Value]()
         for group, region in made:
             self._replace(graph, group, region, names, new_of, changes)
+        for node in _drawn_apart(regions, groups):
+            _redraw(graph.graph, node, regions, names, self.name)
+            changes.counts["redrawn"] += 1
         _remove(graph.graph, [node for group, _ in made for node in group])
         if changes.counts:
             _sort(graph.graph)
@@ -89,7 +93,7 @@ class FuseRegions(GraphPass):
                 changes.refusals.append(Refusal(group[-1].name or "", f"region of {len(group)} nodes left: {reason}"))
                 continue
             kept.append(group)
-        left = {node for group in kept for node in group if regions.redraws(node)}
+        left = {node for group in kept for node in group if regions.redraws(node)} | set(_drawn_apart(regions, kept))
         return [(group, _Made.of(group, regions, left)) for group in kept]
 
     def _replace(
@@ -137,6 +141,28 @@ class _Made:
         maker = BodyMaker(group, regions.origin)
         function = maker.build(outputs)
         return _Made(function, maker.inputs, outputs, maker.attributes, regions.saved_bytes(group, redrawn))
+
+
+def _drawn_apart(regions: Regions, groups: Sequence[Sequence[ir.Node]]) -> list[ir.Node]:
+    """Gradients outside of regions whose mask is drawn inside of one."""
+    inside = {node for group in groups for node in group}
+    return [
+        node
+        for node in regions.nodes
+        if node not in inside and regions.redraws(node) and drawn_by(node, regions.origin) in inside
+    ]
+
+
+def _redraw(graph: ir.Graph, node: ir.Node, regions: Regions, names: Names, by: str) -> None:
+    """DropoutGrad(dY, mask) = Dropout(dY, Key, Step): the kernel that draws the mask need not write it."""
+    forward = drawn_by(node, regions.origin)
+    assert forward is not None
+    build = Builder(graph, by, before=node, origins=[node], names=names)
+    given = {k: a.value for k, a in forward.attributes.items() if k in ("node", "ratio")}
+    made = build.op("Dropout", node.inputs[0], *forward.inputs[1:3], domain=COMPOSITE, **given)
+    take_type(made, node.outputs[0])
+    replace_value(node.outputs[0], made)
+    graph.remove(node, safe=True)
 
 
 def _remove(graph: ir.Graph, nodes: Sequence[ir.Node]) -> None:

@@ -64,8 +64,7 @@ class Regions:
         for first, second in self._siblings():
             self._merge(self._group[first], self._group[second])
         found = [sorted(m, key=self.index.__getitem__) for m in self.members.values()]
-        worth = [m for m in found if len(m) > 1 or self._lone(m[0])]
-        return sorted(worth, key=lambda m: self.index[m[-1]])
+        return sorted((m for m in found if len(m) > 1), key=lambda m: self.index[m[-1]])
 
     def outputs(self, group: Sequence[ir.Node], redrawn: set[ir.Node]) -> list[ir.Value]:
         """Values of a group that others read, in order of definition."""
@@ -107,9 +106,6 @@ class Regions:
     def redraws(self, node: ir.Node) -> bool:
         """Whether the node is a DropoutGrad whose mask can be drawn again."""
         return node.op_type == "DropoutGrad" and node in self.forms and drawn_by(node, self.origin) is not None
-
-    def _lone(self, node: ir.Node) -> bool:
-        return self.redraws(node)
 
     # -- edges ------------------------------------------------------------------------------------------------------
 

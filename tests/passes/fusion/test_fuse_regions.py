@@ -221,3 +221,18 @@ def test_one_kernel_serves_all_batch_sizes():
         errors = relative_errors(session.gradients(given), other.gradients(given))
         assert max(errors.values()) < 1e-5
         assert sum(n.domain == GENERATED for n in session.programs[-1].order) == len(fused_nodes(fused))
+
+
+def test_a_gradient_alone_draws_its_mask_again(bench):
+    """The forward region writes no mask for it."""
+
+    def body(b, x, w, key, step):
+        y, mask = b.multi("Dropout", b.op("Neg", x), key, step, outputs=2, domain="ortgraph", node=4, ratio=0.5)
+        return [b.op("MatMul", b.op("DropoutGrad", b.op("MatMul", y, w), mask, domain="ortgraph", ratio=0.5), w)]
+
+    integers = dict.fromkeys(("key", "step"), ir.DataType.INT64)
+    graph = bench.make(body, {"x": (4, 8), "w": (8, 8), "key": (), "step": ()}, integers)
+    changes = FuseRegions(least_bytes=0).run(graph)
+    assert changes.counts == {"regions": 1, "nodes": 2, "redrawn": 1}
+    assert [n.op_type for n in graph.graph if n.domain == "ortgraph"] == ["Dropout"]
+    assert not any(o.dtype == ir.DataType.BOOL for n in fused_nodes(graph) for o in n.outputs)
