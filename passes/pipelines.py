@@ -66,6 +66,7 @@ MATMUL = ",".join(
 )
 
 ABSORB = "absorb-parameter-casts"  # why behind the precision: it takes away the casts of weights that products read
+PRODUCT = "fuse-product"  # why behind the precision: it knows Product; why before regions: they take activations too
 LABELLED = "select-labelled-rows"  # why before chunks: it knows the whole loss; why after MATMUL: so does its form
 MEMORY = "chunk-loss"  # why before lowering: it knows the composites; why after MATMUL: products carry their transposes
 _SHARE = 8  # scores that take more than this part of a budget in bytes are cut, which is cheaper than recomputing
@@ -107,7 +108,7 @@ def _preset(
     bind = (f"bind-shapes{{sizes={'|'.join(f'{k}:{v}' for k, v in sorted(shapes.items()))}}}",) if shapes else ()
     # why precision here: fusions know float32 operators, and updates are float32
     head = parse_pipeline(
-        ",".join((*bind, *(b for b in before if b), "mark-optimized", *((precision, ABSORB) if precision else ())))
+        ",".join((*bind, *(b for b in before if b), "mark-optimized", *((precision, ABSORB, PRODUCT) if precision else ())))
     )
     if precision:  # why last: passes that ask for fused kernels may leave low values to operators that have no kernel
         after = f"{after},legalize-precision"

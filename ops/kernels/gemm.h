@@ -11,6 +11,7 @@
 //   B: Columns panel(n0, nn, k0, kn, width, once, Word* space)                `once`: few rows read it
 //   Epilogue: Start start(m, n, nn)        what sums of that tile start from
 //             Place place(m, n, nn)        where a tile may be left as the result, or nothing
+//             void prepare(m, rows, n, nn) ahead of the others: what they read is fetched
 //             void finish(m, rows, n, nn, const float* sums, std::int64_t width)        else
 // `Dense` (gemm_pack.h) is both kinds of operand.
 #pragma once
@@ -98,6 +99,8 @@ void piece(const A& a, const B& b, const Epilogue& epilogue, const Block& block,
         const Start start = k0 == 0 ? epilogue.start(block.m0 + m, block.n0 + n, nn) : Start{sums, width};
         Tile t{rows.row(m), rows.row_step, rows.step, columns.at, columns.step, (kn + kDepth - 1) / kDepth,
                start.at, start.width, sums, width};
+        epilogue.prepare(block.m0 + m + kRows, static_cast<int>(std::min<std::int64_t>(kRows, block.mn - m - kRows)),
+                         block.n0 + n, nn);
         if (place.at) t.to = place.at, t.width = place.width;
         (place.low ? tile_of<Arithmetic, Bf16>(count, vectors) : tile_of<Arithmetic, float>(count, vectors))(t);
         if (last && !place.at) epilogue.finish(block.m0 + m, count, block.n0 + n, nn, sums, width);

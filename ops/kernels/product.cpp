@@ -72,6 +72,15 @@ struct Finish {
     return {};
   }
 
+  void prepare(std::int64_t m, int rows, std::int64_t n, std::int64_t nn) const {
+    if (!addend) return;
+    const std::int64_t item = type == kFloat ? 4 : 2;
+    for (int r = 0; r < rows; ++r) {
+      const char* row = static_cast<const char*>(addend) + (start_at + (m + r) * columns + n) * item;
+      for (std::int64_t at = 0; at < nn * item; at += 64) __builtin_prefetch(row + at);
+    }
+  }
+
   void finish(std::int64_t m, int rows, std::int64_t n, std::int64_t nn, const float* sums, std::int64_t width) const {
     switch (type) {
       case kBfloat16: return finish_as<Bf16>(m, rows, n, nn, sums, width);
@@ -82,16 +91,28 @@ struct Finish {
 
  private:
   template <class T>
+  static void put(T* p, V x, Full span) {
+    if constexpr (std::is_same_v<T, Half>) {
+      store(p, x, span);
+    } else {
+      gemm::store_rounded(p, x);
+    }
+  }
+  template <class T>
+  static void put(T* p, V x, Part span) {
+    store(p, x, span);
+  }
+  template <class T>
   void finish_as(std::int64_t m, int rows, std::int64_t n, std::int64_t nn, const float* sums, std::int64_t width) const {
     for (int r = 0; r < rows; ++r) {
       const std::int64_t at = start_at + (m + r) * columns + n;
       vectors(nn, [&](std::int64_t i, auto span) {
         V x = load(sums + r * width + i, span) * alpha;
         if (bias && !from_bias()) x += load(bias + n + i, span);
-        if (z) store(static_cast<T*>(z.raw) + at + i, x, span);
+        if (z) put(static_cast<T*>(z.raw) + at + i, x, span);
         x = activate(x, activation);
         if (addend) x += load(static_cast<const T*>(addend) + at + i, span);
-        if (y) store(static_cast<T*>(y.raw) + at + i, x, span);
+        if (y) put(static_cast<T*>(y.raw) + at + i, x, span);
       });
     }
   }

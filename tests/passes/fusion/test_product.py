@@ -6,6 +6,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from ortgraph.manager.pipeline_text import parse_pipeline
 from ortgraph.passes.fusion.product import FuseProduct
 
 P = "ortgraph.Product"
@@ -36,7 +37,7 @@ def test_everything_at_once(bench):
         return b.op("Add", r, b.op("Gelu", y, domain="ortgraph", approximate="tanh"))
 
     graph = bench.make(body, {**SHAPES, "w": (5, 8)})
-    counts = bench.apply(graph, FuseProduct())
+    counts = bench.apply(graph, FuseProduct(addends=True))
     assert counts == {"operand-cast": 1, "transpose": 1, "scale": 1, "bias": 1, "activation": 1, "addend": 1}
     assert bench.ops(graph) == [P]
     assert (option(graph, "alpha"), option(graph, "transB"), option(graph, "activation")) == (0.5, 1, "gelu_tanh")
@@ -51,7 +52,7 @@ def test_addend_and_bias_on_either_side(bench, swap):
         return b.op("Add", *((r, y) if swap else (y, r)))
 
     graph = bench.make(body, SHAPES)
-    assert bench.apply(graph, FuseProduct()) == {"bias": 1, "addend": 1}
+    assert bench.apply(graph, FuseProduct(addends=True)) == {"bias": 1, "addend": 1}
     assert bench.ops(graph) == [P]
 
 
@@ -64,7 +65,7 @@ def test_activation_whose_gradient_reads_the_value_before(bench, op, domain, nam
         return b.op(op, z, domain=domain), b.op("SiluGrad", r, z, domain="ortgraph")
 
     graph = bench.make(body, SHAPES)
-    assert bench.apply(graph, FuseProduct()) == {"activation": 1}
+    assert bench.apply(graph, FuseProduct(addends=True)) == {"activation": 1}
     assert sorted(bench.ops(graph)) == sorted([P, "ortgraph.SiluGrad"])
     node = node_of(graph)
     assert option(graph, "activation") == name and len(node.outputs) == 2
@@ -74,7 +75,7 @@ def test_activation_whose_gradient_reads_the_value_before(bench, op, domain, nam
 
 def test_activation_alone_needs_no_second_output(bench):
     graph = bench.make(lambda b, x, w: b.op("Relu", product(b, x, w)), {"x": (6, 8), "w": (8, 5)})
-    assert bench.apply(graph, FuseProduct()) == {"activation": 1}
+    assert bench.apply(graph, FuseProduct(addends=True)) == {"activation": 1}
     assert len(node_of(graph).outputs) == 1
 
 
@@ -87,14 +88,14 @@ def test_activation_and_addend_behind_views(bench):
         return b.op("Reshape", y, b.ints([6, 5])), b.op("GeluGrad", g, z, domain="ortgraph", approximate="none")
 
     graph = bench.make(body, shapes)
-    assert bench.apply(graph, FuseProduct()) == {"activation": 1}
+    assert bench.apply(graph, FuseProduct(addends=True)) == {"activation": 1}
     assert option(graph, "activation") == "gelu" and len(node_of(graph).outputs) == 2
 
     def residual(b, x, w, r, g):
         return b.op("Add", b.op("Reshape", product(b, x, w), b.ints([2, 3, 5])), r)
 
     graph = bench.make(residual, shapes)
-    assert bench.apply(graph, FuseProduct()) == {"addend": 1}
+    assert bench.apply(graph, FuseProduct(addends=True)) == {"addend": 1}
     assert bench.ops(graph) == ["Reshape", P, "Reshape"]
 
 
@@ -104,7 +105,7 @@ def test_weight_gradients_are_added_by_the_second_product(bench):
         return b.op("Add", first, second)
 
     graph = bench.make(body, {"x": (7, 8), "w": (7, 5), "r": (7, 8)})
-    assert bench.apply(graph, FuseProduct()) == {"addend": 1}
+    assert bench.apply(graph, FuseProduct(addends=True)) == {"addend": 1}
     assert bench.ops(graph) == [P, P]
 
 
@@ -115,7 +116,7 @@ def test_result_and_operand_casts(bench):
         return b.op("Cast", y, to=FLOAT)
 
     graph = bench.make(body, {"x": (6, 8), "w": (8, 5)})
-    assert bench.apply(graph, FuseProduct(), ROUGH) == {"operand-cast": 2, "result-cast": 1}
+    assert bench.apply(graph, FuseProduct(addends=True), ROUGH) == {"operand-cast": 2, "result-cast": 1}
     assert bench.ops(graph) == [P, "Cast"] and option(graph, "to") == int(BF16)
 
 
@@ -127,7 +128,7 @@ def test_low_activation(bench):
         return b.op("Cast", y, to=FLOAT), b.op("Cast", dz, to=FLOAT)
 
     graph = bench.make(body, {"x": (6, 8), "w": (8, 5), "r": (6, 5)})
-    outcome = FuseProduct()(graph.model)
+    outcome = FuseProduct(addends=True)(graph.model)
     assert dict(outcome.counts) == {"activation": 1}
     assert [o.dtype for o in node_of(graph).outputs] == [BF16, BF16]
 
@@ -142,14 +143,17 @@ def test_activation_in_float32_between_casts(bench, view):
         return b.op("Cast", y, to=FLOAT), dz
 
     graph = bench.make(body, {"x": (6, 8), "w": (8, 5), "r": (2, 3, 5) if view else (6, 5)})
-    assert bench.apply(graph, FuseProduct(), ROUGH) == {"activation": 1}
+    assert bench.apply(graph, FuseProduct(addends=True), ROUGH) == {"activation": 1}
     assert "ortgraph.Gelu" not in bench.ops(graph) and option(graph, "activation") == "gelu_tanh"
 
     def read_in_float(b, x, w, r):
         y = b.op("Tanh", b.op("Cast", product(b, x, w, to=int(BF16)), to=FLOAT))
         return b.op("Cast", b.op("Cast", y, to=BF16), to=FLOAT), b.op("TanhGrad", r, y, domain="ortgraph")
 
-    assert bench.refusals(bench.make(read_in_float, {"x": (6, 8), "w": (8, 5), "r": (6, 5)}), FuseProduct()) == []
+    assert (
+        bench.refusals(bench.make(read_in_float, {"x": (6, 8), "w": (8, 5), "r": (6, 5)}), FuseProduct(addends=True))
+        == []
+    )
 
 
 def both(b, y, other):
@@ -176,7 +180,7 @@ def test_near_misses(bench, body, reason):
     graph = bench.make(body, SHAPES)
     for value in graph.graph.outputs:  # a low output has no runtime form here
         assert value.dtype is not None
-    found = bench.refusals(graph, FuseProduct())
+    found = bench.refusals(graph, FuseProduct(addends=True))
     assert (reason is None and not found) or any(reason in r for r in found)
 
 
@@ -187,7 +191,7 @@ def test_another_precision_keeps_its_casts(bench):
     assert (
         bench.refusals(
             bench.make(body, {"x": (6, 8), "w": (8, 5)}),
-            FuseProduct(),
+            FuseProduct(addends=True),
         )
         == []
     )
@@ -198,12 +202,12 @@ def test_batched_swap_and_head_transposes(bench):
         return product(b, q, b.op("Transpose", k, perm=[0, 1, 3, 2]))
 
     graph = bench.make(body, {"q": (2, 3, 4, 5), "k": (2, 3, 6, 5)})
-    assert bench.apply(graph, FuseProduct()) == {"transpose": 1}
+    assert bench.apply(graph, FuseProduct(addends=True)) == {"transpose": 1}
 
     def heads(b, q, k):
         return product(b, q, b.op("Transpose", k, perm=[0, 2, 1, 3]))
 
-    assert bench.refusals(bench.make(heads, {"q": (2, 3, 4, 5), "k": (2, 5, 3, 6)}), FuseProduct()) == []
+    assert bench.refusals(bench.make(heads, {"q": (2, 3, 4, 5), "k": (2, 5, 3, 6)}), FuseProduct(addends=True)) == []
 
 
 def test_inner_values_that_are_outputs(bench):
@@ -224,12 +228,12 @@ def test_inner_values_that_are_outputs(bench):
         inner = next(o for n in exposed.graph for o in n.outputs if o.name == name)
         exposed.graph.outputs.append(inner)
         exposed.signature = exposed.signature.replace(outputs=(*exposed.signature.outputs, name))
-        bench.apply(exposed, FuseProduct(), 1e-4)
+        bench.apply(exposed, FuseProduct(addends=True), 1e-4)
 
 
 def test_accept_limits_the_steps(bench):
     graph = bench.make(lambda b, x, w, bias, r: b.op("Add", b.op("Add", product(b, x, w), bias), r), SHAPES)
-    changes = FuseProduct().run(graph, lambda index: index < 1)
+    changes = FuseProduct(addends=True).run(graph, lambda index: index < 1)
     assert dict(changes.counts) == {"bias": 1} and bench.ops(graph) == [P, "Add"]
 
 
@@ -239,6 +243,12 @@ def test_numbers_agree_with_float64(bench):
 
     graph = bench.make(body, SHAPES)
     feeds = bench.feeds(graph)
-    FuseProduct()(graph.model)
+    FuseProduct(addends=True)(graph.model)
     x, w, bias, r = (feeds[n].astype(np.float64) for n in ("x", "w", "b", "r"))
     assert np.allclose(bench.run(graph, feeds)[0], np.tanh(x @ w + bias) + r, atol=1e-6)
+
+
+def test_sums_stay_outside_unless_asked_for(bench):
+    graph = bench.make(lambda b, x, w, r: b.op("Add", product(b, x, w), r), {"x": (6, 8), "w": (8, 5), "r": (6, 5)})
+    assert bench.refusals(graph, FuseProduct()) == []
+    assert str(parse_pipeline("fuse-product{addends=true}")[0]) == "fuse-product{addends=true}"
