@@ -14,11 +14,12 @@ import onnx_ir as ir
 from ortgraph.errors import InputError
 from ortgraph.ops.attention import score_count
 from ortgraph.ops.builder import Builder
+from ortgraph.ops.device_forms import DEVICE_FORMS
 from ortgraph.ops.kernels.table import BY_OPERATOR
 from ortgraph.ops.runtime_forms import RUNTIME_FORMS, STANDARD_FORMS
 from ortgraph.ops.shapes import attribute
 from ortgraph.ops.spec import COMPOSITE, spec_of
-from ortgraph.ops.targets import TARGETS
+from ortgraph.ops.targets import CPU_TARGETS, TARGETS, target_of
 
 SHIPPED_TABLE = pathlib.Path(__file__).with_name("cost_table.json")
 UNKNOWN_DIMENSION = 64  # a symbolic dimension counts as this many: only the ratio of alternatives matters
@@ -141,9 +142,9 @@ def alternatives(node: ir.Node, target: str, kernels: bool = True) -> tuple[Alte
     """
     found: list[Alternative] = []
     if kernels and has_kernel(node):
-        found.append(Alternative("kernel", TARGETS, kernel_reason, _kernel, _priced("kernel")))
+        found.append(Alternative("kernel", CPU_TARGETS, kernel_reason, _kernel, _priced("kernel")))
     if node.domain == COMPOSITE:
-        forms = RUNTIME_FORMS.get(node.op_type, ())
+        forms = (RUNTIME_FORMS if target_of(target).on_cpu else DEVICE_FORMS).get(node.op_type, ())
         found += [Alternative("runtime", f.targets, f.applies, f.build, _priced("runtime")) for f in forms]
     elif has_choice(node):
         form = STANDARD_FORMS.get(node.op_type)

@@ -18,7 +18,7 @@ _PIPELINE = typer.Option("-p", "--pipeline", metavar="PIPELINE", help="Passes, n
 _OPTIMIZER = typer.Option(
     "--optimizer", metavar="NAME", help="Attach an optimizer: adamw, lamb, sgd or 'adamw{lr=1e-3}'."
 )
-_TARGET = typer.Option("--target", help="onnxruntime-training or onnxruntime.")
+_TARGET = typer.Option("--target", help="onnxruntime-training or onnxruntime; with :cuda and so on for a device.")
 _BUDGET = typer.Option("--memory-budget", metavar="BUDGET", help="60% of what the given order needs, or bytes: 30MB.")
 _VERIFY = typer.Option("--verify", metavar="LEVEL", help=f"One of {', '.join(LEVELS)}.")
 _REPORT = typer.Option("--report", metavar="FILE", help="Write an HTML report.")

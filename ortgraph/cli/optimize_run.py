@@ -59,14 +59,13 @@ def make_request(
         InputError, PipelineSyntaxError: One of them cannot be used.
     """
     from ortgraph.manager import parse_pipeline, registry
-    from ortgraph.manager.optimize import TARGETS
     from ortgraph.manager.precision_option import precision_pass
+    from ortgraph.ops.targets import target_of
     from ortgraph.plan.budget import check_budget
 
     if verify not in LEVELS:
         raise InputError(f"--verify: unknown level {verify!r}", f"one of {', '.join(LEVELS)}")
-    if target not in TARGETS:
-        raise InputError(f"--target: unknown target {target!r}", f"one of {', '.join(TARGETS)}")
+    target = target_of(target, "--target: ").text
     found = [cls for path in plugins for cls in registry.load_plugin(path)]
     inserted: dict[str, list[Any]] = {}
     if pipeline is None:  # a pipeline that is spelled out names its plugins itself

@@ -18,7 +18,7 @@ _LEVEL = typer.Option("-O", metavar="LEVEL", help="Preset for a graph that is no
 _OPTIMIZER = typer.Option(
     "--optimizer", metavar="NAME", help="Attach an optimizer: adamw, lamb, sgd or 'adamw{lr=1e-3}'."
 )
-_TARGET = typer.Option("--target", help="onnxruntime-training or onnxruntime.")
+_TARGET = typer.Option("--target", help="onnxruntime-training or onnxruntime; with :cuda and so on for a device.")
 _PROGRAM = typer.Option("--program", metavar="NAME", help="step, gradients, ...; the one that trains if absent.")
 _SECONDS = typer.Option("--seconds", metavar="S", help="Time for each search and for the bound; 5 if absent.")
 _KEEP = typer.Option("--keep-order", help="First evaluations keep the given order.")

@@ -73,12 +73,11 @@ def make_request(
     Raises:
         InputError, PipelineSyntaxError: One of them cannot be used, or goes with another one only.
     """
-    from ortgraph.manager.optimize import TARGETS
+    from ortgraph.ops.targets import target_of
     from ortgraph.plan.budget import check_budget
     from ortgraph.plan.largest_batch import memory_bytes
 
-    if target not in TARGETS:
-        raise InputError(f"--target: unknown target {target!r}", f"one of {', '.join(TARGETS)}")
+    target = target_of(target, "--target: ").text
     if not 0 < seconds < float("inf"):
         raise InputError(f"--seconds: {seconds:g} is no time to search in", "--seconds 5")
     if points is not None and (not sweep or points < 2):

@@ -17,10 +17,9 @@ from ortgraph.manager.pass_manager import PassManager, PipelineReport
 from ortgraph.manager.pipeline_text import parse_pipeline, pipeline_text
 from ortgraph.manager.precision_option import Overrides, precision_pass
 from ortgraph.manager.rewrite import op_key
+from ortgraph.ops.targets import target_of
 from ortgraph.plan.budget import check_budget
 from ortgraph.runtime.labelled_rows import seal
-
-TARGETS = ("onnxruntime-training", "onnxruntime")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +74,8 @@ def optimize(
         pipeline: A preset (``O0`` to ``O3``), a text pipeline, or passes.
         optimizer: ``ortgraph.optim.AdamW(...)``, ``LAMB`` or ``SGD`` to attach; None leaves the graph without an
             update. Presets only.
-        target: ``onnxruntime-training`` (1.19.2) or ``onnxruntime`` (stock, 1.22 and later).
+        target: ``onnxruntime-training`` (1.19.2) or ``onnxruntime`` (stock, 1.22 and later), on the processor; with a
+            provider behind a colon on a device: ``onnxruntime-training:cuda`` (docs/gpu.md).
         precision: ``fp32``, ``bf16`` or ``fp16``: matrix products, convolutions and attention in that type, sums and
             parameters in float32 (docs/precision.md). Presets only.
         precision_overrides: Operators or modules by ``keep`` (stay in float32) and ``low``, as a mapping or as text:
@@ -99,8 +99,7 @@ def optimize(
         PassError, VerificationError: See PassManager.run.
     """
     _check_kinds(graph, pipeline, optimizer)
-    if target not in TARGETS:
-        raise InputError(f"unknown target {target!r}", f"one of {', '.join(TARGETS)}")
+    target = target_of(target).text
     cast = precision_pass(precision, precision_overrides)
     optimizer = _scaled(optimizer, loss_scale, precision)
     if memory_budget is not None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import pathlib
+import sys
 from collections.abc import Iterator
 
 import onnx_ir as ir
@@ -16,6 +19,7 @@ from ortgraph.manager.base import GraphPass
 
 ENTRY_POINTS = "ortgraph.passes"
 PRESETS = "ortgraph.passes.pipelines"
+DEVICE = "ortgraph.passes.device_pipeline"
 
 TABLE: dict[str, str] = {
     "mark-optimized": "ortgraph.passes.canonical.mark_optimized:MarkOptimized",
@@ -142,12 +146,16 @@ def load_plugin(path: str | pathlib.Path) -> list[type[GraphPass]]:
     path = pathlib.Path(path)
     if not path.is_file():
         raise InputError(f"{path}: no such plugin file", "give the path of a Python file that defines a GraphPass")
-    spec = importlib.util.spec_from_file_location(f"ortgraph_plugin_{path.stem}", path)
+    # why a hash: files of one name in two folders are two modules
+    name = f"ortgraph_plugin_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_loader(name, importlib.machinery.SourceFileLoader(name, str(path)))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # why: dataclasses look up annotations that are strings there
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # noqa: BLE001 - a plugin may raise anything; the cause is chained
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a plugin may raise anything; the cause is chained
+        sys.modules.pop(name, None)
         raise InputError(
             f"{path}: the plugin raised {type(error).__name__}: {error}", "run it with python to see where"
         ) from error
@@ -167,9 +175,10 @@ def preset_names() -> tuple[str, ...]:
 
 
 def preset(name: str, **options: object) -> tuple[ir.passes.PassBase, ...]:
-    """A preset pipeline (``O0`` ... ``O3``) from ``ortgraph.passes.pipelines``.
+    """A preset pipeline (``O0`` ... ``O3``) from ``ortgraph.passes.pipelines``, as its ``target`` takes it.
 
     Raises:
+        InputError: There is no such target.
         PipelineSyntaxError: There is no preset of that name.
     """
     presets = importlib.import_module(PRESETS).PRESETS
@@ -177,4 +186,5 @@ def preset(name: str, **options: object) -> tuple[ir.passes.PassBase, ...]:
         raise PipelineSyntaxError(
             f"unknown preset {name!r}", f"one of {', '.join(sorted(presets))}, or a list of passes"
         )
-    return presets[name](**options)
+    passes = presets[name](**options)
+    return importlib.import_module(DEVICE).for_target(passes, str(options["target"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import ClassVar
 
 import onnx_ir as ir
@@ -23,7 +24,7 @@ from ortgraph.ops.alternatives import (
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.precision import sees_low
 from ortgraph.ops.spec import COMPOSITE, GENERATED, spec_of
-from ortgraph.ops.targets import TARGETS, TRAINING, low_reason, reason_not_run
+from ortgraph.ops.targets import TRAINING, beside_reason, low_reason, reason_not_run, target_of
 from ortgraph.passes.precision.legalize_precision import legalize
 from ortgraph.runtime.inference_export import keep_evaluation_form
 
@@ -47,7 +48,9 @@ class Lower(GraphPass):
         the target or the preferred alternative has an unknown name.
 
     Attributes:
-        target: ``onnxruntime-training`` or ``onnxruntime``.
+        target: ``onnxruntime-training`` or ``onnxruntime``; with a provider ``onnxruntime-training:cuda`` and so on
+            (``ortgraph.ops.targets.TARGETS``): nothing compiled runs there, and the first alternative that applies is
+            taken, since nothing was measured.
         table: Path of a cost table; empty for the one shipped.
         prefer: ``expansion``, ``runtime`` or ``kernel``: taken wherever it applies, whatever it costs.
         kernels: Whether compiled kernels take part. Without a compiler they do not, and the reasons say so.
@@ -63,8 +66,7 @@ class Lower(GraphPass):
     kernels: bool = True
 
     def run(self, graph: TrainingGraph) -> Changes:
-        if self.target not in TARGETS:
-            raise InputError(f"lower: unknown target {self.target!r}", f"one of {', '.join(TARGETS)}")
+        target = target_of(self.target, "lower: ")
         if self.prefer not in ("", "expansion", "runtime", "kernel"):
             raise InputError(f"lower: unknown alternative {self.prefer!r}", "expansion, runtime or kernel")
         if graph.has_signature:
@@ -76,14 +78,18 @@ class Lower(GraphPass):
         todo = list(graph.graph.all_nodes())[::-1]
         while todo:
             node = todo.pop()
-            reason = reason_not_run(node, self.target, opset)
+            reason = reason_not_run(node, target.text, opset)
             if node.domain == GENERATED and (not self.kernels or self.prefer == "expansion"):
                 reason = "kernels are switched off"
             if reason is None and not has_choice(node):
                 continue
             made = self._replace(node, table, names, reason, changes)
             todo.extend(reversed(made))
-        legalize(graph, low_reason, changes, self.name, names)
+        legalize(graph, functools.partial(low_reason, target=target.text), changes, self.name, names)
+        beside = [(node, why) for node in graph.graph if (why := beside_reason(node, target.text)) is not None]
+        changes.refusals += [
+            Refusal(node.name or "", f"runs on the processor, between copies: {why}") for node, why in beside
+        ]
         imports = graph.graph.opset_imports
         if any(n.domain == "com.microsoft" for n in graph.graph.all_nodes()):
             imports.setdefault("com.microsoft", 1)
@@ -96,8 +102,14 @@ class Lower(GraphPass):
         """Why a composite is lowered between casts: neither a kernel nor its expansion takes low values."""
         if node.domain != COMPOSITE or spec_of(node).expands_low:
             return None
+        if not target_of(self.target).on_cpu:
+            runs = any(a.name == "runtime" and a.applies(node) is None for a in self._alternatives(node))
+            return None if runs else f"{node.op_type} has no form on low values in {self.target}"
         compiled = self.kernels and self.prefer in ("", "kernel") and has_kernel(node)
         return kernel_reason(node) if compiled else f"{node.op_type} has no expansion on low values"
+
+    def _alternatives(self, node: ir.Node) -> tuple[Alternative, ...]:
+        return alternatives(node, target_of(self.target).text, self.kernels)
 
     def _replace(
         self, node: ir.Node, table: CostTable, names: Names, reason: str | None, changes: Changes
@@ -132,15 +144,17 @@ class Lower(GraphPass):
         """The cheapest alternative that applies, and the reasons in words."""
         priced: list[tuple[float, int, Alternative]] = []
         words = []
-        for i, candidate in enumerate(alternatives(node, self.target, self.kernels)):
+        on_cpu = target_of(self.target).on_cpu
+        for i, candidate in enumerate(self._alternatives(node)):
             reason = candidate.applies(node)
-            if reason is None and candidate.name == "runtime" and sees_low(node):
+            if reason is None and on_cpu and candidate.name == "runtime" and sees_low(node):
                 reason = "ONNX Runtime's kernel takes float32"
             if reason is not None:
                 words.append(f"no {candidate.name}: {reason}")
                 continue
-            cost = candidate.cost(node, table).microseconds
-            words.append(f"{candidate.name} {cost:.1f} us")
+            # why: nothing is measured on devices; their own operators come first
+            cost = candidate.cost(node, table).microseconds if on_cpu else float(i)
+            words.append(f"{candidate.name} {cost:.1f} us" if on_cpu else candidate.name)
             priced.append((cost, i, candidate))
         if not priced:
             return None, "; ".join(words)

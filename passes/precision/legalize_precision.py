@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -13,7 +14,7 @@ from ortgraph.graph.edit import take_type
 from ortgraph.manager.base import Changes, GraphPass, Refusal
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.precision import LOW, sees_low
-from ortgraph.ops.targets import low_reason
+from ortgraph.ops.targets import TRAINING, low_reason, target_of
 
 _FLOAT = ir.DataType.FLOAT
 
@@ -25,15 +26,21 @@ class LegalizePrecision(GraphPass):
     ``lower`` does this by itself; the pass is for what later passes make.
 
     Refuses when:
-        the CPU provider moves low values by that operator, or the node is one of ours, which takes them.
+        the target's provider takes low values there, or the node is one of ours, which takes them.
+
+    Attributes:
+        target: As for ``lower``.
     """
 
     name: ClassVar[str] = "legalize-precision"
     stages: ClassVar[tuple[str, ...]] = ("lowered",)
 
+    target: str = TRAINING
+
     def run(self, graph: TrainingGraph) -> Changes:
         changes = Changes()
-        legalize(graph, low_reason, changes, self.name)
+        target = target_of(self.target, "legalize-precision: ").text
+        legalize(graph, functools.partial(low_reason, target=target), changes, self.name)
         return changes
 
 
