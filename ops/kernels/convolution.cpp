@@ -1,5 +1,6 @@
 // Convolution over one or two spatial dimensions.
 #include "gather.h"
+#include "winograd.h"
 
 namespace ortgraph {
 namespace {
@@ -19,6 +20,11 @@ class Conv final : public Kernel {
     if (x.shape.rank == 4) shape.dim[2] = g.out_rows;
     const Output y = context.typed_output(0, shape);
     if (shape.count() == 0) return;
+    if (const winograd::Tiling t = winograd::tiling_of(g); winograd::has_form(g) && winograd::pays(t)) {
+      float* const weights = kept(Place::kFilters, winograd::kPoints * w.shape.count() / g.taps());
+      winograd::transform_weights(context, Weights(w, round_).data(), g.filters, g.channels, false, weights);
+      return winograd::convolve(context, x, t, round_, weights, bias ? bias.floats() : nullptr, y);
+    }
     const Planes planes(g.group_channels(), g.padded_rows(), g.padded_columns(), g.step_x);
     float* source = kept(Place::kSource, g.images() * planes.image + kSlack);
     const Weights weights(w, round_);

@@ -1,5 +1,6 @@
 // Gradients of convolution over one or two spatial dimensions.
 #include "gather.h"
+#include "winograd.h"
 
 namespace ortgraph {
 namespace {
@@ -275,8 +276,13 @@ class ConvGrad final : public Kernel {
  private:
   void input_gradient(const Context& context, const Window& g, const Tensor& dy, const Tensor& w,
       const Output& dx) const {
-    const InputGradient gradient(g, round_);
     const Weights weights(w, round_);
+    if (const auto t = winograd::turned_around(winograd::tiling_of(g)); winograd::has_form(g) && winograd::pays(t)) {
+      float* const turned = kept(Place::kFilters, winograd::kPoints * w.shape.count() / g.taps());
+      winograd::transform_weights(context, weights.data(), g.filters, g.channels, true, turned);
+      return winograd::convolve(context, dy, t, round_, turned, nullptr, dx);
+    }
+    const InputGradient gradient(g, round_);
     float* source = kept(Place::kSource, g.images() * gradient.planes().image + kSlack);
     for (std::int64_t part = 0; part < g.group; ++part) {
       gradient.run(context, dy, weights, part, source, dx);
@@ -284,6 +290,9 @@ class ConvGrad final : public Kernel {
   }
 
   void weight_gradient(const Context& context, const Window& g, const Tensor& dy, const Tensor& x, float* dw) const {
+    if (const auto t = winograd::tiling_of(g); winograd::has_form(g) && winograd::pays(t)) {
+      return winograd::weight_gradient(context, dy, x, t, round_, dw);
+    }
     const WeightGradient gradient(g);
     for (std::int64_t part = 0; part < g.group; ++part) gradient.run(context, dy, x, round_, part, dw);
   }

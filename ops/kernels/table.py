@@ -12,7 +12,12 @@ import onnx_ir as ir
 
 from ortgraph.graph.edit import static_shape
 from ortgraph.ops.kernels import attention_scratch, product_scratch
-from ortgraph.ops.kernels.windows import conv_grad_scratch, conv_grad_thread_scratch, conv_scratch
+from ortgraph.ops.kernels.windows import (
+    conv_grad_scratch,
+    conv_grad_thread_scratch,
+    conv_scratch,
+    conv_thread_scratch,
+)
 from ortgraph.ops.shapes import attribute
 from ortgraph.ops.spec import COMPOSITE
 
@@ -242,7 +247,8 @@ _ENTRIES = (
     _composite("AveragePoolGrad", ("dY", "X"), ("dX",), _POOL, doc="the composite over one or two spatial dimensions"),
     KernelEntry(
         "Conv", ("X", "W", "B?"), ("Y",), _WINDOW, implements=("", "Conv"), low=(("X",), ("W",), ("Y",)),
-        scratch=conv_scratch, doc="Y = X * W + B over one or two spatial dimensions",
+        scratch=conv_scratch, thread_scratch=conv_thread_scratch,
+        doc="Y = X * W + B over one or two spatial dimensions",
     ),
     _composite(
         "ConvGrad", ("dY", "X", "W"), ("dX?", "dW?", "dBias?"), _WINDOW, low=(("dY",), ("X", "dX?"), ("W",)),

@@ -93,7 +93,7 @@ inline void write(const Output& t, std::int64_t at, std::int64_t n, const float*
 
 // Memory of a thread that is kept from run to run: what goes back to the system comes back as page faults, which cost
 // more than a small product. One place for each use.
-enum class Place { kSource, kTurned, kSums, kLocal, kPlaces };
+enum class Place { kSource, kTurned, kSums, kLocal, kFilters, kPlaces };
 
 inline float* kept(Place place, std::int64_t count) {
   struct Memory {

@@ -14,6 +14,9 @@ from ortgraph.ops.shapes import attribute, given, wanted
 WINDOWED = frozenset({"Conv", "ConvGrad", "AveragePoolGrad"})
 _LANES, _PIXELS = 16, 512  # vector.h; window.h: pixels that are worked on at once
 _CHUNK = 24  # filters whose sums a thread keeps
+_POINTS, _PANEL, _SKEW = 16, 64, 16  # winograd.h
+_TILES, _WIDEST, _ROUND = 48, 128, 640 << 10
+_WEIGHTS, _MOST = 600, 512 * 512
 _FEWEST = 8  # channels of a group below which products are too narrow to gain
 
 
@@ -31,6 +34,7 @@ class Window:
         spreads: Dilations.
         pads: Pads in ONNX order.
         out: Spatial sizes of Y.
+        group: Groups.
     """
 
     batch: int
@@ -42,6 +46,7 @@ class Window:
     spreads: tuple[int, ...]
     pads: tuple[int, ...]
     out: tuple[int, ...]
+    group: int = 1
 
     @staticmethod
     def of(node: ir.Node, x: Sequence[int], w: Sequence[int]) -> Window:
@@ -53,7 +58,7 @@ class Window:
         spans = [(k - 1) * d + 1 for k, d in zip(w[2:], spreads, strict=True)]
         out = tuple(max((n + pads[i] + pads[i + dims] - spans[i]) // strides[i] + 1, 0) for i, n in enumerate(x[2:]))
         group = attribute(node, "group", 1)
-        return Window(x[0], w[1], w[0] // group, tuple(x[2:]), tuple(w[2:]), strides, spreads, pads, out)
+        return Window(x[0], w[1], w[0] // group, tuple(x[2:]), tuple(w[2:]), strides, spreads, pads, out, group)
 
     @property
     def images(self) -> int:
@@ -66,6 +71,75 @@ class Window:
         """Sizes of an image with its padding, as far as windows reach."""
         steps = zip(self.out, self.strides, self.window, self.spreads, strict=True)
         return tuple((o - 1) * s + (k - 1) * d + 1 for o, s, k, d in steps)
+
+    def filtered(self, around: bool = False) -> Tiles | None:
+        """The tiles of 2x2 results that it is made of (``winograd.h``), those of dX ``around``; None where it is not."""
+        plain = self.window == (3, 3) and self.strides == (1, 1) and self.spreads == (1, 1) and self.group == 1
+        if not plain or self.channels % _LANES or self.filters % _LANES or min(self.channels, self.filters) < 32:
+            return None
+        if self.channels * self.filters > _MOST:
+            return None
+        sides = (self.filters, self.out), (self.channels, self.size)
+        (into, size), (of, out) = sides if around else (sides[1], sides[0])
+        tiles = Tiles(self.batch, into, of, size[1], out[1], -(-out[0] // 2), -(-out[1] // 2))
+        pays = 9 * self.batch * math.prod(out) > _POINTS * tiles.count + _WEIGHTS
+        return tiles if 0 < tiles.across <= _WIDEST and tiles.count and pays else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Tiles of 2x2 results.
+
+    Attributes:
+        batch: Images.
+        into: Channels that are read.
+        of: Channels that are made.
+        width: Columns of an image that is read.
+        out: Columns of one that is made.
+        down: Rows of tiles of an image.
+        across: Tiles of a row.
+    """
+
+    batch: int
+    into: int
+    of: int
+    width: int
+    out: int
+    down: int
+    across: int
+
+    @property
+    def count(self) -> int:
+        """Tiles in all."""
+        return self.batch * self.down * self.across
+
+    @property
+    def rows(self) -> int:
+        """Rows of tiles that a part works on."""
+        return max(1, min(self.batch * self.down, _TILES // self.across))
+
+    @property
+    def line(self) -> int:
+        """Bytes of the images' rows of a part."""
+        return 4 * max((2 * self.rows + 2) * self.width * self.into, 2 * self.rows * self.out * self.of)
+
+    @property
+    def part(self) -> int:
+        """Bytes that a thread keeps."""
+        tiles = self.rows * self.across
+        return self.line + 4 * (_POINTS * (tiles * (self.into + _PANEL) + 2 * _SKEW) + 4 * tiles * _PANEL)
+
+    @property
+    def weights(self) -> int:
+        """Bytes of the transformed weights."""
+        return 4 * _POINTS * self.into * self.of
+
+    @property
+    def round(self) -> int:
+        """Bytes that the gradient of the weights keeps between threads."""
+        rows = max(1, min(self.batch * self.down, _ROUND // (_POINTS * self.across * (self.into + self.of))))
+        floats = rows * self.across * (self.into + self.of) + self.into * self.of + 3 * _SKEW
+        return 4 * _POINTS * floats
 
 
 def _shapes(node: ir.Node, x: int, w: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
@@ -87,10 +161,19 @@ def conv_scratch(node: ir.Node) -> int:
     if shapes is None:
         return 0
     g = Window.of(node, *shapes)
+    if tiles := g.filtered():
+        return tiles.weights + _converted(node, 1)
     *rows, columns = g.padded
     pitch = -(-columns // g.strides[-1]) * g.strides[-1]
     source = 4 * (g.images * g.channels * math.prod(rows) * pitch + _LANES)
     return source + 8 * g.channels * math.prod(g.window) + _converted(node, 1)
+
+
+def conv_thread_scratch(node: ir.Node) -> int:
+    """Bytes that each thread of Conv keeps, where it works on tiles of 2x2 results."""
+    shapes = _shapes(node, 0, 1)
+    tiles = None if shapes is None else Window.of(node, *shapes).filtered()
+    return tiles.part if tiles else 0
 
 
 def conv_grad_scratch(node: ir.Node) -> int:
@@ -103,18 +186,27 @@ def conv_grad_scratch(node: ir.Node) -> int:
 
 
 def _for_input(node: ir.Node, g: Window) -> int:
+    if tiles := g.filtered(around=True):
+        return tiles.weights + _converted(node, 2)
     sizes = [_behind(g, axis) for axis in range(len(g.out))]
     source = 4 * (g.images * g.filters * math.prod(sizes) + _LANES)
     return source + 16 * g.filters * math.prod(g.window) + _converted(node, 2)
 
 
 def conv_grad_thread_scratch(node: ir.Node) -> int:
-    """Bytes that each thread of ConvGrad keeps: the sums of its filters, where all images are worked on at once."""
+    """Bytes that each thread of ConvGrad keeps: of tiles of 2x2 results, or the sums of its filters, where all images
+    are worked on at once."""
     shapes = _shapes(node, 1, 2)
-    if shapes is None or not wanted(node, 1):
+    if shapes is None:
         return 0
     g = Window.of(node, *shapes)
-    return 4 * min(_CHUNK, g.filters) * _sums(g) if g.images >= g.batch else 0
+    around = g.filtered(around=True) if wanted(node, 0) else None
+    kept = around.part if around else 0
+    if not wanted(node, 1):
+        return kept
+    if tiles := g.filtered():
+        return max(kept, tiles.line)
+    return max(kept, 4 * min(_CHUNK, g.filters) * _sums(g) if g.images >= g.batch else 0)
 
 
 def _sums(g: Window) -> int:
@@ -126,6 +218,8 @@ def _sums(g: Window) -> int:
 
 
 def _for_weights(g: Window) -> int:
+    if tiles := g.filtered():
+        return tiles.round
     source = g.images * math.prod(g.padded) * g.channels + 4 * _LANES
     gradient = g.images * math.prod(g.out) * g.filters + _LANES
     sums = 0 if g.images >= g.batch else g.filters * _sums(g)

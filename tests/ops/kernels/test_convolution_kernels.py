@@ -13,7 +13,13 @@ torch = pytest.importorskip("torch")
 from onnx import TensorProto, helper  # noqa: E402
 
 from ortgraph.ops import kernels  # noqa: E402
-from ortgraph.ops.kernels.windows import Window, conv_grad_scratch, conv_scratch  # noqa: E402
+from ortgraph.ops.kernels.windows import (  # noqa: E402
+    Window,
+    conv_grad_scratch,
+    conv_grad_thread_scratch,
+    conv_scratch,
+    conv_thread_scratch,
+)
 
 F = torch.nn.functional
 RNG = np.random.default_rng(17)
@@ -22,6 +28,10 @@ RNG = np.random.default_rng(17)
 FORMS = {
     "plain": (2, 3, (11, 13), 5, (3, 3), (1, 1), (1, 1), (1, 1), 1),
     "whole tiles": (2, 64, (24, 24), 64, (3, 3), (1, 1), (1, 1), (1, 1), 1),
+    "tiles beyond the picture": (4, 48, (13, 11), 80, (3, 3), (1, 1), (1, 1), (1, 1), 1),
+    "tiles without pads": (3, 32, (12, 15), 48, (3, 3), (1, 1), (0, 0), (1, 1), 1),
+    "tiles with wide pads": (5, 64, (7, 8), 32, (3, 3), (1, 1), (3, 2), (1, 1), 1),
+    "several rounds of tiles": (9, 144, (14, 14), 96, (3, 3), (1, 1), (1, 1), (1, 1), 1),
     "stem": (2, 3, (40, 40), 64, (7, 7), (2, 2), (3, 3), (1, 1), 1),
     "strided": (3, 16, (9, 7), 24, (3, 3), (2, 2), (1, 1), (1, 1), 1),
     "strided point": (2, 16, (9, 7), 32, (1, 1), (2, 2), (0, 0), (1, 1), 1),
@@ -94,6 +104,43 @@ def test_one_value_that_is_not_finite_stays_in_its_windows(kernel):
     dx, dw, db = kernel("ConvGrad", [dy, np.nan_to_num(x, posinf=1.0), w], 3, pads=[1] * 4).run()
     assert np.isnan(dx[0, :, :2, :2]).all() and np.isnan(dx).sum() == 20 * 4
     assert np.isnan(dw[3]).all() and np.isnan(dw).sum() == dw[3].size and np.isnan(db).sum() == 1
+
+
+def test_a_value_that_is_not_finite_reaches_its_tiles_only(kernel):
+    """Tiles of 2x2 results: all that see the value are not finite, and nothing is beyond the tiles that see it."""
+    x, w = f32(2, 64, 24, 24), f32(64, 64, 3, 3)
+    x[1, 7, 5, 4] = np.inf
+    (y,) = kernel("Conv", [x, w], 1, pads=[1] * 4).run()
+    bad = ~np.isfinite(y)
+    assert bad[1, :, 4:7, 3:6].all()
+    bad[1, :, 4:8, 2:6] = False
+    assert not bad.any()
+    dy = f32(*y.shape)
+    dy[0, 3, 8, 8] = np.nan
+    dx, dw = kernel("ConvGrad", [dy, np.nan_to_num(x, posinf=1.0), w], 2, pads=[1] * 4).run()
+    assert np.isnan(dw[3]).all() and np.isnan(dw).sum() == dw[3].size
+    bad = ~np.isfinite(dx)
+    assert bad[0, :, 7:10, 7:10].all()
+    bad[0, :, 6:10, 6:10] = False
+    assert not bad.any()
+
+
+@pytest.mark.parametrize("channels,size", [(64, 24), (128, 12), (256, 8)])
+def test_tiles_are_as_accurate_as_direct_products(kernel, channels, size):
+    """Within four times the error of PyTorch's float32 gradients, as a whole."""
+    x, dy = f32(8, channels, size, size), f32(8, channels, size, size)
+    w = f32(channels, channels, 3, 3) / (3 * channels**0.5)
+    wx, ww = wide(x, w)
+    y = F.conv2d(wx, ww, padding=1)
+    exact = [y, *torch.autograd.grad(y, (wx, ww), torch.tensor(dy, dtype=torch.float64))]
+    sx, sw = (torch.tensor(a, requires_grad=True) for a in (x, w))
+    single = F.conv2d(sx, sw, padding=1)
+    theirs = [single, *torch.autograd.grad(single, (sx, sw), torch.tensor(dy))]
+    options = {"pads": [1] * 4}
+    ours = [*kernel("Conv", [x, w], 1, **options).run(), *kernel("ConvGrad", [dy, x, w], 2, **options).run()]
+    for a, b, c in zip(ours, theirs, exact, strict=True):
+        norm = c.norm()
+        assert (torch.tensor(a) - c).norm() / norm < 4 * (b - c).norm() / norm + 1e-6
 
 
 def test_empty_convolutions(kernel):
@@ -184,10 +231,13 @@ def test_sizes_in_the_table_are_those_of_the_kernel(form):
     node = node_of("Conv", x.shape, w.shape, **{k: list(v) if k != "group" else v for k, v in options.items()})
     g = Window.of(node, x.shape, w.shape)
     assert g.out == y.shape[2:]
-    assert conv_scratch(node) >= 4 * g.images * g.channels * math.prod(g.padded)
+    tiles = g.filtered()
+    assert conv_scratch(node) >= 4 * (16 * w.size // 9 if tiles else g.images * g.channels * math.prod(g.padded))
+    assert (conv_thread_scratch(node) > 4 * 16 * tiles.rows * tiles.across * (g.channels + 64)) if tiles else True
     one = {k: list(v) if k != "group" else v for k, v in options.items()}
     node = node_of("ConvGrad", y.shape, x.shape, w.shape, outputs=3, **one)
-    assert conv_grad_scratch(node) > 4 * g.images * g.filters * math.prod(g.out)
+    assert conv_grad_scratch(node) > 4 * (16 * w.size // 9 if tiles else g.images * g.filters * math.prod(g.out))
+    assert conv_grad_thread_scratch(node) > 0 or not tiles
 
 
 def test_which_convolutions_have_a_kernel():
