@@ -216,7 +216,7 @@ def _call(p: ir.passes.PassBase, graph: TrainingGraph, name: str) -> Outcome:
         result = p(graph.model)
     except OrtgraphError:
         raise
-    except Exception as error:  # noqa: BLE001 - a foreign pass may raise anything; the cause is chained
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a foreign pass may raise anything; the cause is chained
         raise PassError(
             f"pass {name} raised {type(error).__name__}: {error}", "write a reproducer with --reproducer DIR"
         ) from error

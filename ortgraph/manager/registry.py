@@ -19,7 +19,6 @@ from ortgraph.manager.base import GraphPass
 
 ENTRY_POINTS = "ortgraph.passes"
 PRESETS = "ortgraph.passes.pipelines"
-DEVICE = "ortgraph.passes.device_pipeline"
 
 TABLE: dict[str, str] = {
     "mark-optimized": "ortgraph.passes.canonical.mark_optimized:MarkOptimized",
@@ -175,10 +174,9 @@ def preset_names() -> tuple[str, ...]:
 
 
 def preset(name: str, **options: object) -> tuple[ir.passes.PassBase, ...]:
-    """A preset pipeline (``O0`` ... ``O3``) from ``ortgraph.passes.pipelines``, as its ``target`` takes it.
+    """A preset pipeline (``O0`` ... ``O3``) from ``ortgraph.passes.pipelines``.
 
     Raises:
-        InputError: There is no such target.
         PipelineSyntaxError: There is no preset of that name.
     """
     presets = importlib.import_module(PRESETS).PRESETS
@@ -186,5 +184,4 @@ def preset(name: str, **options: object) -> tuple[ir.passes.PassBase, ...]:
         raise PipelineSyntaxError(
             f"unknown preset {name!r}", f"one of {', '.join(sorted(presets))}, or a list of passes"
         )
-    passes = presets[name](**options)
-    return importlib.import_module(DEVICE).for_target(passes, str(options["target"]))
+    return presets[name](**options)

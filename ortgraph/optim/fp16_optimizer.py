@@ -55,6 +55,15 @@ class FP16_Optimizer(torch.optim.Optimizer):  # noqa: N801 - the name that scrip
         own = {"defaults": inner.defaults, "state": inner.state, "param_groups": inner.param_groups}
         super().__setstate__(own)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles, which share nothing with this object."""
+        own = ("optimizer", "policy", "overflow", "skipped_steps", "_scale", "_good", "_clip", "_norm")
+        return {name: self.__dict__[name] for name in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._share()
+
     @property
     def loss_scale(self) -> float:
         """The factor on the loss of the next ``backward``."""

@@ -19,6 +19,7 @@ _TYPES = {torch.float32: updates.FLOAT32, torch.float16: updates.FLOAT16, torch.
 _LOW = (torch.float16, torch.bfloat16)
 _MASTER = "master"
 _FLOAT_STATES = ("exp_avg", "exp_avg_sq", _MASTER)
+_ABSENT = ("amsgrad", "maximize")  # options of PyTorch's optimizers that would be another update
 
 
 @functools.cache
@@ -41,9 +42,10 @@ class FusedAdam(torch.optim.Optimizer):
     """Adam with the arithmetic of ``torch.optim.AdamW``: one pass over weights, gradients and moments.
 
     A float32 parameter is updated in place. A float16 or bfloat16 parameter has a float32 master and float32 moments;
-    the parameter is the master, rounded. ``state_dict`` has the shape of ``torch.optim.AdamW``'s (``step``, ``exp_avg``,
-    ``exp_avg_sq``, and ``master`` of low-precision parameters), and each reads the other's. Parameters on other devices
-    or of other dtypes are updated by PyTorch operators, as are all where there is no compiler (with a warning).
+    the parameter is the master, rounded; where it is written between steps, the master follows. ``state_dict`` has the
+    shape of ``torch.optim.AdamW``'s (``step``, ``exp_avg``, ``exp_avg_sq``, and ``master`` of low-precision parameters),
+    and each reads the other's. Parameters on other devices or of other dtypes are updated by PyTorch operators, as are
+    all where there is no compiler (with a warning).
 
     Args:
         params: Tensors, or groups as dicts.
@@ -72,10 +74,12 @@ class FusedAdam(torch.optim.Optimizer):
             "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "adam_w_mode": adam_w_mode,
             "weight_decay": weight_decay,
         }  # fmt: skip
+        self._seen: dict[int, int] = {}  # version of each low-precision parameter that its master was rounded to
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         values = {**self.defaults, **param_group}
+        _refuse_absent([values])
         for name in ("lr", "eps", "weight_decay"):
             if not 0.0 <= float(values[name]) < math.inf:
                 raise InputError(f"FusedAdam: {name}={values[name]}", f"{name} is finite and not negative")
@@ -86,6 +90,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._seen = {}
         for group in self.param_groups:  # what torch.optim.AdamW's groups lack
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -94,6 +99,7 @@ class FusedAdam(torch.optim.Optimizer):
         """Also reads the state of ``torch.optim.AdamW``. Masters that are missing are made from the parameters."""
         if any("max_exp_avg_sq" in s for s in state_dict["state"].values()):
             raise InputError("FusedAdam: the state is one of amsgrad", "FusedAdam has no amsgrad")
+        _refuse_absent(state_dict["param_groups"])
         super().load_state_dict(dict(state_dict))
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         own = [p for group in self.param_groups for p in group["params"]]
@@ -120,6 +126,10 @@ class FusedAdam(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and (p.grad.is_sparse or p.is_complex()):
+                    raise InputError("FusedAdam takes dense, real gradients", "use torch.optim.SparseAdam or AdamW")
+        for group in self.param_groups:
             buckets: dict[tuple[Any, ...], list[torch.Tensor]] = {}
             for p in group["params"]:
                 if p.grad is None:
@@ -130,6 +140,7 @@ class FusedAdam(torch.optim.Optimizer):
             for (step, _, _, kernel), parameters in buckets.items():
                 update = self._update_by_kernel if kernel else self._update_by_torch
                 update(parameters, group, step, grad_scale)
+                self._seen.update({id(p): p._version for p in parameters if p.dtype in _LOW})
         return loss
 
     def master(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -143,10 +154,11 @@ class FusedAdam(torch.optim.Optimizer):
 
     def _prepare(self, p: torch.Tensor) -> None:
         """States of a parameter, and the count of this step."""
-        assert p.grad is not None
-        if p.grad.is_sparse or p.is_complex():
-            raise InputError("FusedAdam takes dense, real gradients", "use torch.optim.SparseAdam or AdamW")
         state = self.state[p]
+        # Perhaps written since the last step, by load_state_dict or an average.
+        written = _MASTER in state and self._seen.get(id(p)) != p._version
+        if written and not torch.equal(state[_MASTER].to(p.dtype), p):
+            state[_MASTER].copy_(p)  # why: the parameter is what the caller sees, its master is old
         if "step" not in state:
             like = self.master(p)
             state["step"] = torch.tensor(0.0, dtype=torch.float32)
@@ -198,6 +210,12 @@ class FusedAdam(torch.optim.Optimizer):
             w.addcdiv_(m, v.sqrt().div_(root2).add_(group["eps"]), value=-size)
             if w is not p:
                 p.copy_(w)
+
+
+def _refuse_absent(groups: Iterable[Mapping[str, Any]]) -> None:
+    found = next((name for group in groups for name in _ABSENT if group.get(name)), None)
+    if found is not None:
+        raise InputError(f"FusedAdam: a group has {found}", f"FusedAdam has no {found}: use torch.optim.AdamW")
 
 
 class _Flat:
