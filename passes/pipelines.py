@@ -104,6 +104,7 @@ def _preset(
     accumulation_steps: int,
     memory_budget: str | None = None,
     precision: str = "",
+    regions: str = "",
 ) -> tuple[ir.passes.PassBase, ...]:
     bind = (f"bind-shapes{{sizes={'|'.join(f'{k}:{v}' for k, v in sorted(shapes.items()))}}}",) if shapes else ()
     # why precision here: fusions know float32 operators, and updates are float32
@@ -116,7 +117,7 @@ def _preset(
     plan = "plan-memory"
     if memory_budget is not None:  # why here: later passes would merge what is evaluated twice
         plan = f"select-recompute{{budget={memory_budget}}},plan-memory{{keep_order=true}}"
-    tail = parse_pipeline(",".join((f"lower{{target={target}}}", after, plan)))
+    tail = parse_pipeline(",".join((*([regions] if regions else []), f"lower{{target={target}}}", after, plan)))
     return (*head, *attach, *tail)
 
 
@@ -139,6 +140,8 @@ def o1(**options) -> tuple[ir.passes.PassBase, ...]:
 def o2(**options) -> tuple[ir.passes.PassBase, ...]:
     """Canonical passes and fusions over both halves."""
     memory = _memory(options.get("memory_budget"))
+    # why regions before lowering: they hold composites; why after the rest: what has a better form is not element-wise
+    options = {"regions": "fuse-regions", **options}
     return _preset(CANONICAL, FUSION, CANONICAL, ATTENTION, MATMUL, LABELLED, memory, after=AFTER_LOWERING, **options)
 
 
