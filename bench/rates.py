@@ -88,9 +88,10 @@ def kernel_product(threads: int, precision: str) -> Contender:
         graph.outputs.append(made)
         text = ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString()
         session = ort.InferenceSession(text, options, providers=["CPUExecutionProvider"])
-        binding = session.io_binding()
-        binding.bind_ortvalue_output("Y", ort.OrtValue.ortvalue_from_numpy(np.zeros(_result(p), np.float32)))
-        return lambda: session.run_with_iobinding(binding)
+        binding, held = session.io_binding(), np.zeros(_result(p), np.float32)
+        binding.bind_ortvalue_output("Y", ort.OrtValue.ortvalue_from_numpy(held))
+        # the binding does not keep the array alive
+        return lambda held=held: session.run_with_iobinding(binding)
 
     return make
 

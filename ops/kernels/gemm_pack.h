@@ -28,7 +28,17 @@ inline V rounded(V x, Rounding rounding) {
 
 template <class T>
 V load_lanes(const T* p, int lanes) {
-  return lanes >= kLanes ? load(p, Full{}) : lanes > 0 ? load(p, Part{lanes}) : V{};
+  if (lanes >= kLanes) return load(p, Full{});
+  if (lanes <= 0) return V{};
+#if defined(__AVX512BW__) && defined(__AVX512VL__)  // a copy of a length that is not known is a call
+  const auto mask = static_cast<__mmask16>((1u << lanes) - 1);
+  if constexpr (std::is_same_v<T, float>) {
+    return (V)_mm512_maskz_loadu_ps(mask, p);
+  } else {
+    return widen((Vh)_mm256_maskz_loadu_epi16(mask, p), T{});
+  }
+#endif
+  return load(p, Part{lanes});
 }
 
 // Sixteen words of one row: `lanes` elements that lie side by side along k, then zeros.
