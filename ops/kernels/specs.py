@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from ortgraph.ops.kernels.table import KERNELS as TABLE
 from ortgraph.ops.kernels.table import KernelEntry, output_types
-from ortgraph.ops.kernels.windows import Window
+from ortgraph.ops.kernels.windows import Window, pooled
 from ortgraph.ops.shapes import Types, attribute, elements_flops, given, like, normalized_axis, retyped, shape_of, typed
 from ortgraph.ops.spec import COMPOSITE, InferRule, OpSpec, lookup, register
 from ortgraph.ops.spec import KERNELS as DOMAIN
@@ -94,8 +94,18 @@ def _conv(node: ir.Node) -> Types:
     return [retyped(x, (size[0], window[0], *sizes.out))]
 
 
+def _max_pool(node: ir.Node) -> Types:
+    x = given(node, 0)
+    shape = shape_of(x)
+    if shape is None or not all(isinstance(d, int) for d in shape[2:]):
+        return [retyped(x, None), (ir.DataType.INT64, None)][: len(node.outputs)]
+    made = (*shape[:2], *pooled(node, [int(d) for d in shape[2:]]))  # type: ignore[arg-type]
+    return [retyped(x, made), (ir.DataType.INT64, made)][: len(node.outputs)]
+
+
 _INFER: dict[str, InferRule] = {
     "Conv": _conv,
+    "MaxPool": _max_pool,
     "MultiAdamW": _multi(2),
     "MultiLAMB": _multi(2),
     "MultiSGD": _multi(1),

@@ -240,6 +240,10 @@ _ENTRIES = (
         "BatchNormGrad", ("dY", "X", "Scale", "SavedMean", "SavedInvStd"), ("dX?", "dScale?", "dBias?"), (),
         (*_BOTH, (2, 1)), low=(("dY", "X", "dX?"),), doc="the composite in two passes",
     ),
+    KernelEntry(
+        "MaxPool", ("X",), ("Y?", "Indices?"), ("kernel_shape", "strides", "pads"), implements=("", "MaxPool"),
+        doc="the largest value of each window and its place, flat; NaN where a window has one",
+    ),
     _composite(
         "MaxPoolGrad", ("dY", "Indices", "X"), ("dX",), integers=frozenset({"Indices"}),
         doc="dX[Indices[i]] += dY[i], where indices stay in their plane",

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from ortgraph.graph.edit import static_shape
 from ortgraph.ops.shapes import attribute, given, wanted
 
-WINDOWED = frozenset({"Conv", "ConvGrad", "AveragePoolGrad"})
+WINDOWED = frozenset({"Conv", "ConvGrad", "MaxPool", "AveragePoolGrad"})
 _LANES, _PIXELS = 16, 512  # vector.h; window.h: pixels that are worked on at once
 _CHUNK = 24  # filters whose sums a thread keeps
 _POINTS, _PANEL, _SKEW = 16, 64, 16  # winograd.h
@@ -243,6 +243,8 @@ def _behind(g: Window, axis: int) -> int:
 
 def window_differs(node: ir.Node) -> str | None:
     """Why the kernels do not take a convolution's window; None where they do."""
+    if node.op_type == "MaxPool":
+        return _max_pool_differs(node)
     if node.op_type == "AveragePoolGrad":
         rows = len(attribute(node, "kernel_shape", ()))
         return None if rows in (1, 2) else "the kernel takes one or two spatial dimensions"
@@ -260,3 +262,24 @@ def window_differs(node: ir.Node) -> str | None:
     if group > 1 and min(int(w.shape[1]), int(w.shape[0]) // group) < _FEWEST:  # type: ignore[arg-type]
         return f"the kernel gains nothing with groups of less than {_FEWEST} channels"
     return None
+
+
+def _max_pool_differs(node: ir.Node) -> str | None:
+    window, pads = attribute(node, "kernel_shape", ()), attribute(node, "pads", ())
+    if len(window) not in (1, 2):
+        return "the kernel takes one or two spatial dimensions"
+    if any(attribute(node, name, 0) for name in ("ceil_mode", "storage_order")):
+        return "the kernel takes no ceil_mode and no storage_order"
+    if attribute(node, "auto_pad", "NOTSET") != "NOTSET" or any(d != 1 for d in attribute(node, "dilations", ())):
+        return "the kernel takes no auto_pad and no dilations"
+    if any(not 0 <= p < window[i % len(window)] for i, p in enumerate(pads)):
+        return "the kernel takes pads smaller than the window"
+    return None
+
+
+def pooled(node: ir.Node, size: Sequence[int]) -> tuple[int, ...]:
+    """Spatial sizes of a pool's result, from those of X (without ``ceil_mode``)."""
+    window, dims = attribute(node, "kernel_shape", ()), len(size)
+    pads, strides = attribute(node, "pads", [0] * (2 * dims)), attribute(node, "strides", [1] * dims)
+    free = [n + pads[i] + pads[i + dims] - window[i] for i, n in enumerate(size)]
+    return tuple(0 if f < 0 else f // s + 1 for f, s in zip(free, strides, strict=True))

@@ -339,6 +339,38 @@ def test_max_pool_gradient(kernel, window, strides, pads):
     near(dx, expected, 4)
 
 
+@pytest.mark.parametrize("window,strides,pads", POOLS)
+@pytest.mark.parametrize("size", [(19, 14), (48, 51), (4, 4)])
+def test_max_pool(kernel, window, strides, pads, size):
+    dims = len(window)
+    x = np.round(f32(3, 20, *size[:dims]) * 4) / 4  # equal values: the first one counts
+    x[0, 3].flat[1:3] = np.nan
+    x[1, 4] = -np.inf
+    x[2, 5].flat[2] = np.inf
+    want, at = (F.max_pool2d if dims == 2 else F.max_pool1d)(
+        torch.tensor(x), window, strides, pads, return_indices=True
+    )
+    planes = np.arange(60).reshape(3, 20, *[1] * dims) * math.prod(x.shape[2:])
+    options = {"kernel_shape": window, "strides": strides, "pads": [*pads, *pads]}
+    for threads in (1, 2):
+        y, indices = kernel("MaxPool", [x], 2, threads=threads, **options).run()
+        assert np.array_equal(y, want.numpy(), equal_nan=True)
+        assert np.array_equal(indices, at.numpy() + planes)
+    assert np.array_equal(kernel("MaxPool", [x], 1, **options).run()[0], y, equal_nan=True)
+
+
+def test_max_pools_that_have_no_kernel():
+    def why(x, **attributes):
+        value = ir.val("x", dtype=ir.DataType.FLOAT, shape=x)
+        return kernels.reason(ir.node("MaxPool", [value], attributes=attributes, num_outputs=2))
+
+    assert why((2, 3, 8, 8), kernel_shape=[3, 3], pads=[1] * 4) is None
+    assert "spatial" in why((2, 3, 8, 8, 8), kernel_shape=[3, 3, 3])
+    assert "ceil_mode" in why((2, 3, 8, 8), kernel_shape=[3, 3], ceil_mode=1)
+    assert "dilations" in why((2, 3, 8, 8), kernel_shape=[3, 3], dilations=[2, 2])
+    assert "pads" in why((2, 3, 8, 8), kernel_shape=[2, 2], pads=[2, 0, 0, 0])
+
+
 def test_max_pool_index_outside_its_plane_is_refused(kernel):
     at = np.array([[[[0]], [[3]]]])
     with pytest.raises(Exception, match="index 3 is outside its plane"):

@@ -110,6 +110,7 @@ CASES |= {
     "ConvGrad": ([_f(5, 21, 13, 6), _IMAGES, _FILTERS], 3, {"pads": [1, 1, 1, 1], "strides": [1, 2]}),
     "BatchNorm": ([_IMAGES, _f(19), _f(19), _f(19), _f(19) ** 2], 5, {}),
     "BatchNormGrad": ([_f(5, 19, 13, 11), _IMAGES, _f(19), _f(19), _f(19) ** 2], 3, {}),
+    "MaxPool": ([_IMAGES], 2, {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1, 1, 1, 1]}),
     "MaxPoolGrad": (
         [_f(5, 19, 4, 3), _indices(143, 5, 19, 4, 3) + 143 * np.arange(95).reshape(5, 19, 1, 1), _IMAGES], 1, {},
     ),
