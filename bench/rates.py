@@ -47,7 +47,8 @@ def onnxruntime_product(threads: int, precision: str) -> Contender:
         for name in ("A", "B"):
             binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(held[name]))
         binding.bind_ortvalue_output("Y", ort.OrtValue.ortvalue_from_numpy(held["Y"]))
-        return lambda: session.run_with_iobinding(binding)
+        # the binding does not keep the arrays alive
+        return lambda held=held: session.run_with_iobinding(binding)
 
     return make
 
