@@ -8,6 +8,7 @@ without com.microsoft operators products are MatMul behind a Transpose.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import onnx_ir as ir
 
@@ -69,7 +70,7 @@ def _product(fused: bool) -> Callable[[Builder, ir.Node], Sequence[ir.Value | No
 
 def _multiplied(b: Builder, node: ir.Node, left: ir.Value, right: ir.Value, fused: bool) -> ir.Value:
     alpha = decimal(node, "alpha", 1.0)
-    trans = {k: int(attribute(node, k, 0)) for k in ("transA", "transB")}
+    trans: dict[str, Any] = {k: int(attribute(node, k, 0)) for k in ("transA", "transB")}
     if fused and (alpha != 1.0 or any(trans.values())):
         return b.op("FusedMatMul", left, right, domain=CONTRIB, alpha=alpha, **trans)
     sides = []
@@ -112,7 +113,7 @@ def _low_form(made: str, op_type: str, approximate: str, targets: tuple[str, ...
         return low_reason(alone, targets[0])
 
     def build(b: Builder, node: ir.Node) -> Sequence[ir.Value | None]:
-        attributes = {"alpha": 1.0} if made.startswith("QuickGelu") else {}
+        attributes: dict[str, Any] = {"alpha": 1.0} if made.startswith("QuickGelu") else {}
         return [b.op(made, *node.inputs, domain=CONTRIB, **attributes)]
 
     return RuntimeForm(targets, applies, build)

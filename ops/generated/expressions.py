@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import onnx_ir as ir
 
@@ -68,7 +69,7 @@ class Expr:
     args: tuple[int, ...] = ()
     width: Width = ROW
     kind: str = NUMBER
-    data: object = None
+    data: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +119,7 @@ class Region:
         for e in self.exprs:
             for width in (e.width, e.data if e.op in REDUCTIONS or e.op == "width" else ROW):
                 if width != ROW:
-                    found[width] = None  # type: ignore[index]
+                    found[width] = None
         return tuple(found)
 
     @property

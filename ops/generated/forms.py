@@ -137,8 +137,10 @@ def _form(node: ir.Node) -> Form | str:
         return Form(rows_in(space), (space, None, None), layouts)
     if name == "Cast" and node.inputs[0] is not None and node.inputs[0].dtype not in _BROADCAST_TYPES:
         return f"element type {node.inputs[0].dtype}"
-    if name in ("Greater", "GreaterOrEqual", "Less", "LessOrEqual") and node.inputs[0].dtype not in FLOATS:  # type: ignore[union-attr]
-        return f"element type {node.inputs[0].dtype}"  # type: ignore[union-attr]
+    if name in ("Greater", "GreaterOrEqual", "Less", "LessOrEqual"):
+        compared = given(node, 0)
+        if compared is None or compared.dtype not in FLOATS:
+            return f"element type {compared.dtype if compared is not None else None}"
     return Form(rows_in(space), tuple(space for _ in node.inputs), layouts)
 
 

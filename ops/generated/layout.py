@@ -85,7 +85,7 @@ def _merged(region: Region, space: tuple[str | int, ...]) -> int:
     return count
 
 
-def collapsed(leading: Leading, size: Mapping[str | int, int]) -> tuple[list[int], list[int]]:
+def collapsed(leading: Leading, size: Mapping[Any, int]) -> tuple[list[int], list[int]]:
     """(sizes, strides) of the leading dimensions of an input, neighbours that are walked alike as one.
 
     The number of entries depends on the pattern only, not on the sizes.
@@ -112,7 +112,7 @@ def group_count(leading: Leading) -> int:
     return sum(i == 0 or flags[i] != flags[i - 1] for i in range(len(flags)))
 
 
-def sizes(region: Region, plan: Layout, size: Mapping[str | int, int]) -> dict[str, list[int]]:
+def sizes(region: Region, plan: Layout, size: Mapping[Any, int]) -> dict[str, list[int]]:
     """The attributes of a kernel node that say how large everything is.
 
     Args:
@@ -124,7 +124,7 @@ def sizes(region: Region, plan: Layout, size: Mapping[str | int, int]) -> dict[s
     def number(dim: Width) -> int:
         return dim if isinstance(dim, int) else size[dim]
 
-    rows = next(_count(dims, size) for dims in region.rows if all(isinstance(d, int) or d in size for d in dims))  # type: ignore[arg-type]
+    rows = next(_count(dims, size) for dims in region.rows if all(isinstance(d, int) or d in size for d in dims))
     widths = [number(w) for w in region.widths]
     if plan.merged is None:
         rows, widths = 1, [rows * widths[0]]
@@ -165,7 +165,7 @@ def _count(dims: Sequence[str | int], size: Mapping[str, int]) -> int:
     return math.prod(d if isinstance(d, int) else size[d] for d in dims)
 
 
-def input_count(region: Region, plan: Layout, index: int, size: Mapping[str | int, int]) -> int:
+def input_count(region: Region, plan: Layout, index: int, size: Mapping[Any, int]) -> int:
     """Number of elements that a kernel expects in an input."""
     for e in region.exprs:
         if isinstance(e.data, Access) and e.data.input == index:

@@ -246,7 +246,7 @@ def _pow(reader: Reader, node: ir.Node) -> None:
         -2.0: lambda: m.op("reciprocal", square),
         -0.5: lambda: m.op("reciprocal", m.op("sqrt", x)),
     }
-    made = forms[exponent]() if exponent in forms else m.op("pow", x, y)  # type: ignore[index]
+    made = forms[exponent]() if exponent in forms else m.op("pow", x, y)
     reader.put(node.outputs[0], made)
 
 

@@ -154,17 +154,14 @@ def _loops(region: Region, stages: tuple[int, ...], kept: dict[int, int]) -> tup
 
     for i, e in enumerate(exprs):
         if e.op in REDUCTIONS:
-            at(stages[e.args[0]], e.data)[1].append(i)  # type: ignore[arg-type]
+            at(stages[e.args[0]], e.data)[1].append(i)
     for i, r in enumerate(region.results):
         if r.width != ROW:
             at(stages[r.expr], r.width)[2].append(i)
     for i in kept:
         at(stages[i], exprs[i].width)[3].append(i)
     order = sorted(groups, key=lambda key: key[0])  # stable: widths of one stage in order of first use
-    return tuple(
-        Loop(stage, groups[stage, name][0], *map(tuple, groups[stage, name][1:]))  # type: ignore[arg-type]
-        for stage, name in order
-    )
+    return tuple(Loop(stage, groups[stage, name][0], *map(tuple, groups[stage, name][1:])) for stage, name in order)
 
 
 def inplace_pairs(plan: Schedule) -> tuple[tuple[int, int], ...]:
@@ -202,11 +199,11 @@ def _last_reads(plan: Schedule) -> tuple[dict[int, int], set[int]]:
     for number, loop in enumerate(plan.loops):
         roots = [region.exprs[r].args[0] for r in loop.reductions] + list(loop.kept)
         roots += [region.results[r].expr for r in loop.results]
-        for e, moved in reads(plan, loop.stage, roots):
-            access = region.exprs[e].data
+        for index, moved in reads(plan, loop.stage, roots):
+            access = region.exprs[index].data
             if not isinstance(access, Access):
                 continue
-            if moved or region.exprs[e].width != loop.width:
+            if moved or region.exprs[index].width != loop.width:
                 bad.add(access.input)
             last[access.input] = max(last.get(access.input, -1), number)
     for e in region.exprs:

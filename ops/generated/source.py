@@ -137,14 +137,14 @@ class Writer:
                 number = _literal(e.data) if e.kind != CHOICE else f"Mask{{}} - {int(bool(e.data))}"
                 self._line(f"const auto c{i} = {f'splat({number})' if e.kind != CHOICE else number};")
             elif e.op in ("draw", "uniform"):
-                key, step = (region.exprs[a].data.input for a in e.args)  # type: ignore[union-attr]
-                name, ratio = e.data  # type: ignore[misc]
+                key, step = (region.exprs[a].data.input for a in e.args)
+                name, ratio = e.data
                 node = region.draws.index(name)
                 self._line(f"const Generator g{i}(context.input({key}), context.input({step}), node{node}_);")
                 if e.op == "draw":
                     self._line(f"const Threshold h{i}({ratio!r});")
             elif self._hoisted(i):
-                self._line(f"const auto r{i} = one(in{e.data.input});")  # type: ignore[union-attr]
+                self._line(f"const auto r{i} = one(in{e.data.input});")
         if self.layout.tiled:
             self._tiles()
         else:
@@ -223,7 +223,7 @@ class Writer:
         for i, e in enumerate(self.region.exprs):
             if e.op != "load" or self._hoisted(i):
                 continue
-            access: Access = e.data  # type: ignore[assignment]
+            access: Access = e.data
             pattern = self.layout.pattern(access)
             row = f"at{pattern}" if pattern is not None else "r" if self.layout.dense(access) else ""
             if e.width == ROW:
@@ -240,7 +240,7 @@ class Writer:
             if e.width != ROW or e.op in ("load", "const", "counter", *REDUCTIONS) or self.plan.stage[i] != stage:
                 continue
             if e.op == "width":
-                self._line(f"const V r{i} = splat(static_cast<float>({self._width[e.data]}));")  # type: ignore[index]
+                self._line(f"const V r{i} = splat(static_cast<float>({self._width[e.data]}));")
                 continue
             kind = "Mask" if e.kind == CHOICE else "V"
             self._line(f"const {kind} r{i} = {FUNCTIONS[e.op].format(*map(self._name, e.args))};")
@@ -316,7 +316,7 @@ class _Step:
         elif expr.op == "load":
             text = f"get(x{e} + {at}, span)"
         elif expr.op == "slice":
-            return self.value(expr.args[0], shift + expr.data)  # type: ignore[operator]
+            return self.value(expr.args[0], shift + expr.data)
         elif expr.op == "concat":
             return self._part(e, shift)
         elif expr.op == "draw":
@@ -334,7 +334,7 @@ class _Step:
         """The part of a concatenation that these columns lie in."""
         expr = self.writer.region.exprs[e]
         begin = 0
-        for arg, width in zip(expr.args, expr.data, strict=True):  # type: ignore[call-overload]
+        for arg, width in zip(expr.args, expr.data, strict=True):
             if begin <= self.low + shift < begin + width:
                 return self.value(arg, shift - begin)
             begin += width
@@ -363,11 +363,11 @@ class _Cuts:
             return frozenset()
         if expr.op == "slice":
             start, width = expr.data, expr.width
-            return frozenset(c - start for c in self.of(expr.args[0]) if 0 < c - start < width)  # type: ignore[operator]
+            return frozenset(c - start for c in self.of(expr.args[0]) if 0 < c - start < width)
         if expr.op != "concat":
             return self.of_all(expr.args)
         found, begin = set(), 0
-        for arg, width in zip(expr.args, expr.data, strict=True):  # type: ignore[call-overload]
+        for arg, width in zip(expr.args, expr.data, strict=True):
             if width:
                 found |= {begin} | {begin + c for c in self.of(arg)}
             begin += width

@@ -99,7 +99,7 @@ def _max_pool(node: ir.Node) -> Types:
     shape = shape_of(x)
     if shape is None or not all(isinstance(d, int) for d in shape[2:]):
         return [retyped(x, None), (ir.DataType.INT64, None)][: len(node.outputs)]
-    made = (*shape[:2], *pooled(node, [int(d) for d in shape[2:]]))  # type: ignore[arg-type]
+    made = (*shape[:2], *pooled(node, [int(d) for d in shape[2:]]))
     return [retyped(x, made), (ir.DataType.INT64, made)][: len(node.outputs)]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import onnx_ir as ir
 
@@ -111,7 +111,7 @@ class FuseAttention(RewritePass):
         outputs = [found.forward.result, *(r.value for r in found.gradients.values())]
         nodes = tuple(sorted(dict.fromkeys(found.nodes), key=order.__getitem__))
         first = min((r.product.node for r in found.gradients.values()), key=order.__getitem__, default=None)
-        facts = {"found": found, "first": first}
+        facts: dict[str, object] = {"found": found, "first": first}
         return Match(nodes, tuple(outputs), {}, facts, "attentions", at=found.forward.node)
 
     def rewrite(self, build: Builder, match: Match) -> Sequence[ir.Value]:
@@ -120,7 +120,7 @@ class FuseAttention(RewritePass):
         q, k, v = found.operands
         operands = [q.build(build), *(_small(build, h, found.shared) for h in (k, v))]
         causal, mask = _mask(build, found.scores)
-        options: dict[str, object] = {"scale": found.scale, "is_causal": int(causal)}
+        options: dict[str, Any] = {"scale": found.scale, "is_causal": int(causal)}
         extra = [mask]
         if found.dropout is not None:
             extra += list(found.dropout.inputs[1:3])
@@ -196,14 +196,14 @@ def _find(softmax: ir.Node) -> _Found | str | None:
 
 
 def _backward(
-    found: _Found, slope: ir.Node | None, values: tuple[Product, bool] | None, mask: ir.Value | None, lead: tuple
+    found: _Found, slope: ir.Node | None, values: tuple[Product, bool] | None, mask: ir.Value | None, lead: tuple | None
 ) -> _Found | str:
     nodes, gradients, dy = list(found.nodes), {}, None
     if values is not None:
-        made, swapped = values
-        dy = made.left.swapped() if swapped else made.right
-        gradients["v"] = _Result(made, swapped, 1.0)
-        nodes.append(made.node)
+        mixed, swapped = values
+        dy = mixed.left.swapped() if swapped else mixed.right
+        gradients["v"] = _Result(mixed, swapped, 1.0)
+        nodes.append(mixed.node)
     if slope is None:
         return dataclasses.replace(found, dy=dy, gradients=gradients, nodes=tuple(nodes))
     above, incoming = _incoming(slope.inputs[0], found, mask, lead)
@@ -292,7 +292,7 @@ def _side(made: Product | None, carried: dict[ir.Value, float]) -> tuple[str, bo
 
 
 def _incoming(
-    value: ir.Value | None, found: _Found, mask: ir.Value | None, lead: tuple
+    value: ir.Value | None, found: _Found, mask: ir.Value | None, lead: tuple | None
 ) -> tuple[list[ir.Node], Product | None]:
     """The product dY V^T from which a SoftmaxGrad takes its gradient, and the nodes between."""
     nodes: list[ir.Node] = []

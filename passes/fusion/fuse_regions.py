@@ -60,7 +60,7 @@ class FuseRegions(GraphPass):
         regions = Regions(graph)
         groups = regions.grow()
         made = self._worthwhile(regions, groups, changes)
-        groups = [group for group, _ in made]
+        groups = [list(group) for group, _ in made]
         if groups and graph.has_signature:
             keep_evaluation_form(graph)  # why here: afterwards dropout is inside of kernels
         names, new_of = Names(graph.graph), dict[ir.Value, ir.Value]()

@@ -146,7 +146,7 @@ class Regions:
                 continue
             source = self.origin(value)
             producer = source.producer()
-            inside = producer in self.forms and self._lies_alike(source, producer, value, space)  # type: ignore[arg-type]
+            inside = producer in self.forms and self._lies_alike(source, producer, value, space)
             yield value, source, inside
 
     def _lies_alike(self, source: ir.Value, producer: ir.Node, value: ir.Value, space: tuple) -> bool:
