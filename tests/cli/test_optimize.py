@@ -40,9 +40,9 @@ class Spoil(GraphPass):
 """
 
 
-@pytest.fixture
-def spoiler(tmp_path):
-    path = tmp_path / "spoil.py"
+@pytest.fixture(scope="module")  # why: a second file with a pass of this name would be refused
+def spoiler(tmp_path_factory):
+    path = tmp_path_factory.mktemp("plugin") / "spoil.py"
     path.write_text(PLUGIN)
     return path
 
