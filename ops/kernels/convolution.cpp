@@ -22,12 +22,14 @@ class Conv final : public Kernel {
     if (shape.count() == 0) return;
     if (const winograd::Tiling t = winograd::tiling_of(g); winograd::has_form(g) && winograd::pays(t)) {
       float* const weights = kept(Place::kFilters, winograd::kPoints * w.shape.count() / g.taps());
-      winograd::transform_weights(context, Weights(w, round_).data(), g.filters, g.channels, false, weights);
+      const Weights plain(context, w, round_, false);
+      winograd::transform_weights(context, plain.data(), g.filters, g.channels, false, weights);
       return winograd::convolve(context, x, t, round_, weights, bias ? bias.floats() : nullptr, y);
     }
     const Planes planes(g.group_channels(), g.padded_rows(), g.padded_columns(), g.step_x);
     float* source = kept(Place::kSource, g.images() * planes.image + kSlack);
-    const Weights weights(w, round_);
+    const bool in_pairs = pairs_for(x, w, round_);
+    const Weights weights(context, w, round_, in_pairs);
     std::vector<std::int64_t> offsets(static_cast<std::size_t>(g.depth()));
     for (std::int64_t k = 0; k < g.depth(); ++k) {
       const std::int64_t c = k / g.taps(), row = k % g.taps() / g.columns * g.spread_y,
@@ -35,16 +37,22 @@ class Conv final : public Kernel {
       offsets[static_cast<std::size_t>(k)] =
           c * planes.plane + row * planes.pitch + column % g.step_x * planes.phase + column / g.step_x;
     }
+    PairedRows pairs;
+    if (in_pairs) {
+      const Job all{1, 1, 1, 0, 0, nullptr, g.depth(), nullptr, nullptr, g.depth(), nullptr, g.filters};
+      pairs = paired_rows(context, all, weights.low(), words_for(all));
+    }
     for (std::int64_t first = 0; first < g.batch; first += g.images()) {
       const std::int64_t count = std::min(g.images(), g.batch - first);
       for (std::int64_t part = 0; part < g.group; ++part) {
         pad(context, x, first, count, g.channels, part * g.group_channels(), g.group_channels(), g.height, g.width,
             g.top,
             g.left, g.step_x, planes, round_, source);
+        PairedRows some = pairs;
+        some.at = pairs.at ? pairs.at + part * g.group_filters() * pairs.row : nullptr;
+        const float* left = in_pairs ? nullptr : weights.data() + part * g.group_filters() * g.depth();
         const Job job{count, g.out_rows, g.out_columns, planes.image, g.step_y * planes.pitch, offsets.data(),
-            g.depth(),
-                      source, weights.data() + part * g.group_filters() * g.depth(), g.depth(), nullptr,
-                      g.group_filters()};
+                      g.depth(), source, left, g.depth(), nullptr, g.group_filters(), some};
         multiply(context, job, [&](std::int64_t m, std::int64_t pixel, std::int64_t n, float* values) {
           const std::int64_t filter = part * g.group_filters() + m;
           if (bias) {

@@ -27,7 +27,7 @@ struct Rest {
 // dX of one group: each rest of the stride is a convolution of its own over dY, with the window positions that have it.
 class InputGradient {
  public:
-  InputGradient(const Window& g, bool round) : g_(g), round_(round) {
+  InputGradient(const Window& g, bool round, bool pairs) : g_(g), round_(round), pairs_(pairs) {
     for (std::int64_t r = 0; r < g.step_y; ++r) y_.emplace_back(r, g.height, g.top, g.step_y, g.rows, g.spread_y);
     for (std::int64_t r = 0; r < g.step_x; ++r) x_.emplace_back(r, g.width, g.left, g.step_x, g.columns, g.spread_x);
     extent(y_, &front_y_, &rows_);
@@ -38,13 +38,15 @@ class InputGradient {
 
   void run(const Context& context, const Tensor& dy, const Weights& weights, std::int64_t part, float* source,
            const Output& dx) const {
-    const float* left = weights.data() + part * g_.group_filters() * g_.depth();
+    const std::int64_t from = part * g_.group_filters() * g_.depth();
+    const float* left = pairs_ ? nullptr : weights.data() + from;
+    const std::uint16_t* low = pairs_ ? weights.low() + from : nullptr;
     for (std::int64_t first = 0; first < g_.batch; first += g_.images()) {
       const std::int64_t count = std::min(g_.images(), g_.batch - first);
       pad(context, dy, first, count, g_.filters, part * g_.group_filters(), g_.group_filters(), g_.out_rows,
           g_.out_columns, front_y_, front_x_, 1, planes(), round_, source);
       for (const Rest& y : y_) {
-        for (const Rest& x : x_) one(context, y, x, first, count, part, source, left, dx);
+        for (const Rest& x : x_) one(context, y, x, first, count, part, source, left, low, dx);
       }
     }
   }
@@ -58,7 +60,8 @@ class InputGradient {
     for (const Rest& rest : rests) *size = std::max(*size, rest.quotient + rest.count + *front);
   }
   void one(const Context& context, const Rest& y, const Rest& x, std::int64_t first, std::int64_t count,
-           std::int64_t part, const float* source, const float* left, const Output& dx) const {
+           std::int64_t part, const float* source, const float* left, const std::uint16_t* low,
+           const Output& dx) const {
     const Planes p = planes();
     std::vector<std::int64_t> offsets, left_offsets;
     for (std::int64_t f = 0; f < g_.group_filters(); ++f) {
@@ -70,8 +73,9 @@ class InputGradient {
         }
       }
     }
-    const Job job{count, y.count, x.count, p.image, p.pitch, offsets.data(), static_cast<std::int64_t>(offsets.size()),
+    Job job{count, y.count, x.count, p.image, p.pitch, offsets.data(), static_cast<std::int64_t>(offsets.size()),
                   source, left, g_.taps(), left_offsets.data(), g_.group_channels()};
+    if (pairs_) job.pairs = paired_rows(context, job, low, words_for(job));
     multiply(context, job, [&](std::int64_t m, std::int64_t pixel, std::int64_t n, const float* values) {
       const std::int64_t channel = part * g_.group_channels() + m, whole = y.count * x.count;
       const bool dense = g_.step_x == 1 && g_.step_y == 1;
@@ -91,7 +95,7 @@ class InputGradient {
   }
 
   const Window& g_;
-  bool round_;
+  bool round_, pairs_;
   std::vector<Rest> y_, x_;
   std::int64_t front_y_, front_x_, rows_, columns_;
 };
@@ -276,13 +280,15 @@ class ConvGrad final : public Kernel {
  private:
   void input_gradient(const Context& context, const Window& g, const Tensor& dy, const Tensor& w,
       const Output& dx) const {
-    const Weights weights(w, round_);
     if (const auto t = winograd::turned_around(winograd::tiling_of(g)); winograd::has_form(g) && winograd::pays(t)) {
+      const Weights weights(context, w, round_, false);
       float* const turned = kept(Place::kFilters, winograd::kPoints * w.shape.count() / g.taps());
       winograd::transform_weights(context, weights.data(), g.filters, g.channels, true, turned);
       return winograd::convolve(context, dy, t, round_, turned, nullptr, dx);
     }
-    const InputGradient gradient(g, round_);
+    const bool pairs = pairs_for(dy, w, round_);
+    const Weights weights(context, w, round_, pairs);
+    const InputGradient gradient(g, round_, pairs);
     float* source = kept(Place::kSource, g.images() * gradient.planes().image + kSlack);
     for (std::int64_t part = 0; part < g.group; ++part) {
       gradient.run(context, dy, weights, part, source, dx);

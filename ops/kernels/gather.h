@@ -2,6 +2,7 @@
 // gradients are made of.
 #pragma once
 
+#include "gemm_tile.h"
 #include "window.h"
 
 namespace ortgraph {
@@ -65,6 +66,52 @@ using Band = void (*)(std::int64_t, const float*, std::int64_t, const std::int64
     float*);
 constexpr Band kBands[] = {band<16, 1>, band<12, 2>, band<8, 3>, band<6, 4>, band<5, 5>};
 
+// The same over pairs of bf16 numbers that lie side by side along k, as gemm::Pair multiplies them.
+constexpr bool kPairs = gemm::Pair::kDepth == 2;
+
+struct PairedRows {
+  const gemm::Word* at = nullptr;  // null: float32 products
+  std::int64_t row = 0, step = 0;  // from one row and from one pair to the next
+};
+
+template <int kRows, int kVectors>
+void paired_band(std::int64_t steps, const PairedRows& a, std::int64_t count, const gemm::Word* b, float* c) {
+  constexpr std::int64_t width = kVectors * kLanes;
+  for (std::int64_t m = 0; m < count; m += kRows) {
+    const std::int64_t rows = std::min<std::int64_t>(kRows, count - m);
+    const gemm::Word* row[kRows];
+    for (int r = 0; r < kRows; ++r) row[r] = a.at + (m + std::min<std::int64_t>(r, rows - 1)) * a.row;
+    V sums[kRows][kVectors] = {};
+    for (std::int64_t s = 0; s < steps; ++s) {
+      V right[kVectors];
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) std::memcpy(&right[v], b + s * width + v * kLanes, sizeof(V));
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+        for (int v = 0; v < kVectors; ++v) {
+          sums[r][v] = gemm::Pair::multiply_add(sums[r][v], row[r] + s * a.step, right[v]);
+        }
+      }
+    }
+    for (int r = 0; r < rows; ++r) {
+      for (int v = 0; v < kVectors; ++v) {
+        float* to = c + (m + r) * width + v * kLanes;
+        store(to, load(to, Full{}) + sums[r][v], Full{});
+      }
+    }
+  }
+}
+
+using PairedBand = void (*)(std::int64_t, const PairedRows&, std::int64_t, const gemm::Word*, float*);
+constexpr PairedBand kPairedBands[] = {paired_band<16, 1>, paired_band<12, 2>, paired_band<8, 3>, paired_band<6, 4>,
+                                       paired_band<5, 5>};
+
+// Two floats that bf16 holds exactly, as one word.
+inline Vu paired(V low, V high) {
+  return (reinterpret_cast<Vu>(low) >> 16) | (reinterpret_cast<Vu>(high) & 0xffff0000u);
+}
+
 // Vectors per tile with the least columns beyond `pixels`; the wider one of equals is slower, three are best.
 inline int best_width(std::int64_t pixels) {
   int best = 3;
@@ -104,6 +151,7 @@ struct Job {
   std::int64_t left_row;
   const std::int64_t* left_offsets;    // of each k; null: side by side
   std::int64_t m;
+  PairedRows pairs{};                  // the left side again, where products are of pairs
 
   std::int64_t pixels() const { return images * rows * columns; }
 };
@@ -134,7 +182,24 @@ void multiply(const Context& context, const Job& job, const Sink& sink) {
     }
     std::fill(sums, sums + count * width, 0.0f);
     if (end - begin < width) std::fill(panel, panel + kDepth * width, 0.0f);
-    for (std::int64_t k = 0; k < job.depth; k += kDepth) {
+    const std::int64_t pairs = job.pairs.at ? (job.depth + 1) / 2 : 0;
+    for (std::int64_t k = 0; k < pairs; k += kDepth) {
+      const std::int64_t steps = std::min(kDepth, pairs - k);
+      gemm::Word* const words = reinterpret_cast<gemm::Word*>(panel);
+      for (std::int64_t i = 0; i < steps; ++i) {
+        const std::int64_t at = 2 * (k + i);
+        const float* low = job.source + job.offsets[at];
+        const float* high = at + 1 < job.depth ? job.source + job.offsets[at + 1] : nullptr;
+        for (int s = 0; s < n; ++s) {
+          const V upper = high ? load(high + pieces[s].from, Full{}) : V{};
+          const Vu both = paired(load(low + pieces[s].from, Full{}), upper);
+          std::memcpy(words + i * width + pieces[s].to, &both, sizeof both);
+        }
+      }
+      const PairedRows rows{job.pairs.at + first * job.pairs.row + k * job.pairs.step, job.pairs.row, job.pairs.step};
+      kPairedBands[vectors_per_tile - 1](steps, rows, count, words, sums);
+    }
+    for (std::int64_t k = 0; k < job.depth && !job.pairs.at; k += kDepth) {
       const std::int64_t depth = std::min(kDepth, job.depth - k);
       for (std::int64_t i = 0; i < depth; ++i) {
         const float* from = job.source + job.offsets[k + i];
@@ -184,20 +249,78 @@ inline void pad(const Context& context, const Tensor& x, std::int64_t first, std
   });
 }
 
-// W of one group as floats: the tensor itself where nothing has to be converted, else a copy.
+// W as floats, or as bf16 numbers for products of pairs: the tensor itself where nothing has to be converted, else a
+// copy.
 class Weights {
  public:
-  Weights(const Tensor& w, bool round) : data_(w.floats()) {
-    if (w.type == kFloat && !round) return;
-    float* copy = kept(Place::kTurned, w.shape.count());
-    read(w, 0, w.shape.count(), round, copy);
-    data_ = copy;
+  Weights(const Context& context, const Tensor& w, bool round, bool pairs) {
+    if (pairs && w.type == kBfloat16) low_ = static_cast<const std::uint16_t*>(w.raw);
+    else if (pairs) low_ = narrowed(context, w);
+    else if (w.type == kFloat && !round) data_ = w.floats();
+    else data_ = widened(context, w, round);
   }
   const float* data() const { return data_; }
+  const std::uint16_t* low() const { return low_; }
 
  private:
-  const float* data_;
+  static const float* widened(const Context& context, const Tensor& w, bool round) {
+    float* const copy = kept(Place::kTurned, w.shape.count());
+    context.elements(w.shape.count(), [&](std::int64_t begin, std::int64_t end) {
+      read(w, begin, end - begin, round, copy + begin);
+    });
+    return copy;
+  }
+  static const std::uint16_t* narrowed(const Context& context, const Tensor& w) {
+    Bf16* const copy = reinterpret_cast<Bf16*>(kept(Place::kTurned, (w.shape.count() + 1) / 2));
+    context.elements(w.shape.count(), [&](std::int64_t begin, std::int64_t end) {
+      vectors(end - begin, [&](std::int64_t i, auto span) {
+        store(copy + begin + i, load(w.floats() + begin + i, span), span);
+      });
+    });
+    return reinterpret_cast<const std::uint16_t*>(copy);
+  }
+  const float* data_ = nullptr;
+  const std::uint16_t* low_ = nullptr;
 };
+
+// The left side of a job as pairs, from the bf16 numbers `low` in place of job.left: these themselves where rows have
+// an even length, else in `to` (job.m times half its depth, rounded up).
+inline PairedRows paired_rows(const Context& context, const Job& job, const std::uint16_t* low, gemm::Word* to) {
+  const std::int64_t pairs = (job.depth + 1) / 2;
+  if (!job.left_offsets) {
+    if (job.depth % 2 == 0) return {reinterpret_cast<const gemm::Word*>(low), pairs, 1};
+    context.rows(job.m, job.depth, [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t m = begin; m < end; ++m) {
+        to[(m + 1) * pairs - 1] = 0;
+        std::memcpy(to + m * pairs, low + m * job.left_row, static_cast<std::size_t>(job.depth) * sizeof *low);
+      }
+    });
+    return {to, pairs, 1};
+  }
+  // Rows lie close together here, and steps do not.
+  context.rows(pairs, 2 * job.m, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t i = begin; i < end; ++i) {
+      const std::uint16_t* even = low + job.left_offsets[2 * i];
+      const bool both = 2 * i + 1 < job.depth;
+      const std::uint16_t* odd = both ? low + job.left_offsets[2 * i + 1] : even;
+      const gemm::Word mask = both ? 0xffff0000u : 0u;
+      gemm::Word* words = to + i * job.m;
+      for (std::int64_t m = 0; m < job.m; ++m) {
+        words[m] = even[m * job.left_row] | (gemm::Word{odd[m * job.left_row]} << 16 & mask);
+      }
+    }
+  });
+  return {to, 1, job.m};
+}
+
+inline gemm::Word* words_for(const Job& job) {
+  return reinterpret_cast<gemm::Word*>(kept(Place::kFilters, job.m * ((job.depth + 1) / 2)));
+}
+
+// Whether all operands are bf16 numbers, so that products of pairs are exact.
+inline bool pairs_for(const Tensor& a, const Tensor& b, bool round) {
+  return kPairs && (round || (a.type == kBfloat16 && b.type == kBfloat16));
+}
 
 inline bool rounds(const Attributes& a) {
   const std::string precision = a.text("precision", "fp32");

@@ -144,15 +144,18 @@ class Tiles:
 
 def _shapes(node: ir.Node, x: int, w: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     found = [static_shape(v) if (v := given(node, i)) is not None else None for i in (x, w)]
-    return None if found[0] is None or found[1] is None else (found[0], found[1])
+    if found[0] is None or found[1] is None or min(len(found[0]), len(found[1])) < 3:
+        return None
+    return found[0], found[1]
 
 
 def _converted(node: ir.Node, w: int) -> int:
-    """Bytes of W where it is converted to float32 or rounded."""
+    """Bytes of W where it is converted to float32, rounded or brought into pairs."""
     weight = given(node, w)
     if weight is None or (weight.dtype == ir.DataType.FLOAT and attribute(node, "precision", "fp32") == "fp32"):
         return 0
-    return 4 * math.prod(static_shape(weight) or (0,))
+    shape = static_shape(weight) or (0,)
+    return 4 * (math.prod(shape) + max(shape[:2], default=0))
 
 
 def conv_scratch(node: ir.Node) -> int:

@@ -165,27 +165,42 @@ def rounded(array):
     return torch.tensor(array).bfloat16().float().numpy()
 
 
+LOW_FORMS = {
+    "strided": (20, 33, (3, 3), {"pads": [1] * 4, "strides": [2, 1]}),
+    "odd depth": (3, 20, (5, 3), {"pads": [2, 1, 2, 1], "strides": [2, 2]}),
+    "groups": (32, 16, (3, 3), {"pads": [1] * 4, "group": 2}),
+    "point": (33, 7, (1, 1), {"strides": [2, 2]}),
+}
+
+
 @pytest.mark.parametrize("low", [True, False])
-def test_low_precision_rounds_operands_only(kernel, low):
+@pytest.mark.parametrize("form", LOW_FORMS)
+def test_low_precision_rounds_operands_only(kernel, low, form):
     """With precision=bf16 float32 operands are rounded; bf16 operands are taken as they are; sums are float32."""
-    x, w = f32(2, 20, 9, 8), f32(33, 20, 3, 3)
-    options = {"pads": [1] * 4, "strides": [2, 1]}
+    channels, filters, window, options = LOW_FORMS[form]
+    x, w = f32(2, channels, 9, 8), f32(filters, channels // options.get("group", 1), *window)
     rx, rw = rounded(x), rounded(w)
     (want,) = kernel("Conv", [rx, rw], 1, **options).run()
     dy = f32(*want.shape)
     wanted = kernel("ConvGrad", [rounded(dy), rx, rw], 2, **options).run()
+    close = {"rtol": 1e-5, "atol": 8 * 2.0**-24 * math.prod(w.shape[1:])}
     if not low:
-        (got,) = kernel("Conv", [x, w], 1, precision="bf16", **options).run()
-        assert np.array_equal(got, want)
-        for a, b in zip(kernel("ConvGrad", [dy, x, w], 2, precision="bf16", **options).run(), wanted, strict=True):
-            assert np.array_equal(a, b)
+        for threads in (1, 2):
+            (got,) = kernel("Conv", [x, w], 1, threads=threads, precision="bf16", **options).run()
+            np.testing.assert_allclose(got, want, **close)
+            got = kernel("ConvGrad", [dy, x, w], 2, threads=threads, precision="bf16", **options).run()
+            for a, b in zip(got, wanted, strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
         return
-    (got,) = run_low("Conv_b", [x, w], [True, True], [True], options)
-    assert np.array_equal(got, rounded(want))
     (got,) = run_low("Conv", [x, w], [True, True], [False], options)
-    assert np.array_equal(got, want)
+    np.testing.assert_allclose(got, want, **close)
+    (exact,) = kernel("Conv", [x, w], 1, precision="bf16", **options).run()
+    assert np.array_equal(got, exact)
+    (got,) = run_low("Conv_b", [x, w], [True, True], [True], options)
+    assert np.array_equal(got, rounded(exact))
+    exact = kernel("ConvGrad", [dy, x, w], 2, precision="bf16", **options).run()
     dx, dw = run_low("ConvGrad_b", [dy, x, w], [True] * 3, [True, False], options)
-    assert np.array_equal(dx, rounded(wanted[0])) and np.array_equal(dw, wanted[1])
+    assert np.array_equal(dx, rounded(exact[0])) and np.array_equal(dw, exact[1])
 
 
 def run_low(op, inputs, low_inputs, low_outputs, options):
