@@ -86,9 +86,9 @@ def target_of(text: str, option: str = "") -> Target:
     Raises:
         InputError: There is no such target.
     """
-    runtime, _, provider = text.partition(":")
-    found = Target(runtime, PROVIDERS.get(provider or CPU.name, CPU))
-    if found.text not in TARGETS or (provider and provider != found.provider.name):
+    runtime, colon, provider = text.partition(":")
+    found = Target(runtime, PROVIDERS.get(provider, CPU))
+    if found.text not in TARGETS or (colon and provider != found.provider.name):
         raise InputError(f"{option}unknown target {text!r}", f"one of {', '.join(TARGETS)}")
     return found
 

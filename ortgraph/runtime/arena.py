@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import weakref
+from typing import Any
 
 import numpy as np
 
 from ortgraph.plan.memory.problem import ALIGNMENT
+from ortgraph.runtime.device import HOST, Buffer, Device, DeviceArray, address_of
 
 POISON = 0xFF  # NaN as a float, -1 as an integer
 
@@ -35,12 +37,16 @@ def as_array(raw: np.ndarray, offset: int, dtype: np.dtype, shape: tuple[int, ..
 class Arena:
     """Bytes that all programs of a session share; one program runs at a time.
 
+    Args:
+        device: Where they are; their views are to be had on the host only.
+
     Attributes:
         generation: Counts reallocations: whoever bound addresses of an older generation binds again.
     """
 
-    def __init__(self) -> None:
-        self._raw = aligned_empty(0)
+    def __init__(self, device: Device = HOST) -> None:
+        self._device = device
+        self._memory: Buffer = self._empty(0)
         self.generation = 0
         self.nbytes = 0
 
@@ -48,13 +54,23 @@ class Arena:
         """Grow to at least ``nbytes``. What was in the arena is lost."""
         if nbytes <= self.nbytes:
             return
-        self._raw = aligned_empty(nbytes + ALIGNMENT)  # the last line belongs to nobody: a guard
+        self._memory = self._empty(nbytes + ALIGNMENT)  # the last line belongs to nobody: a guard
         self.nbytes = nbytes
         self.generation += 1
 
+    def _empty(self, nbytes: int) -> Buffer:
+        if self._device.on_host:
+            return aligned_empty(nbytes)
+        return DeviceArray(np.dtype(np.uint8), (max(nbytes, 1),), self._device)
+
+    @property
+    def _raw(self) -> np.ndarray:
+        assert isinstance(self._memory, np.ndarray), "the arena is on a device"
+        return self._memory
+
     @property
     def address(self) -> int:
-        return self._raw.ctypes.data
+        return address_of(self._memory)
 
     @property
     def everything(self) -> np.ndarray:
@@ -71,25 +87,36 @@ class Arena:
 
 
 class Memory:
-    """The arena, the persistent inputs (parameters, buffers, states, scalars) and the batch buffers of a session."""
+    """The arena, the persistent inputs (parameters, buffers, states, scalars) and the batch buffers of a session.
 
-    def __init__(self) -> None:
-        self.arena = Arena()
-        self.persistent: dict[str, np.ndarray] = {}
-        self._batch: weakref.WeakValueDictionary[tuple[str, str, tuple[int, ...]], np.ndarray] = (
-            weakref.WeakValueDictionary()
-        )
+    Args:
+        device: Where all of it is. Arrays on a device have the part of NumPy's interface that a session uses.
+    """
 
-    def add(self, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    def __init__(self, device: Device = HOST) -> None:
+        self.device = device
+        self.arena = Arena(device)
+        self.persistent: dict[str, Any] = {}
+        self._batch: weakref.WeakValueDictionary[tuple[str, str, tuple[int, ...]], Any] = weakref.WeakValueDictionary()
+
+    def zeros(self, dtype: np.dtype, shape: tuple[int, ...]) -> Any:
+        """A zeroed array that is nobody's yet."""
+        if self.device.on_host:
+            return aligned_zeros(dtype, shape)
+        made = DeviceArray(dtype, shape, self.device)
+        made.fill(0)
+        return made
+
+    def add(self, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> Any:
         """A zeroed persistent buffer for a graph input."""
-        self.persistent[name] = aligned_zeros(dtype, shape)
+        self.persistent[name] = self.zeros(dtype, shape)
         return self.persistent[name]
 
-    def batch(self, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    def batch(self, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> Any:
         """The buffer for a batch input of this shape: shared by programs, freed with the last of them."""
         key = (name, dtype.str, shape)
         found = self._batch.get(key)
         if found is None:
-            found = aligned_zeros(dtype, shape)
+            found = self.zeros(dtype, shape)
             self._batch[key] = found
         return found

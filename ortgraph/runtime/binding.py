@@ -16,28 +16,39 @@ import numpy as np
 import onnx_ir as ir
 
 from ortgraph.errors import RuntimeSetupError
+from ortgraph.runtime.device import HOST, Buffer, Device, DeviceArray, address_of
 
 if TYPE_CHECKING:
     import onnxruntime
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-_DL_CPU, _DL_BFLOAT, _DL_NAME = 1, 4, b"dltensor"
+_DL_BFLOAT, _DL_NAME = 4, b"dltensor"
+_DL_KINDS = {"cpu": 1, "cuda": 2}
 
 
-def bind_input(binding: onnxruntime.IOBinding, name: str, array: np.ndarray) -> None:
+def bind_input(binding: onnxruntime.IOBinding, name: str, array: Buffer) -> None:
     """Let a session read an input from the array, which must outlive the binding."""
+    device = array.device if isinstance(array, DeviceArray) else HOST
+    address = address_of(array)
     if array.dtype == _BFLOAT16:
-        _bind_bfloat16(binding, "input", name, array.shape, array.ctypes.data)
+        _bind_bfloat16(binding, "input", name, array.shape, address, device)
         return
-    binding.bind_input(name, "cpu", 0, array.dtype, list(array.shape), array.ctypes.data)
+    binding.bind_input(name, device.name, device.index, array.dtype, list(array.shape), address)
 
 
-def bind_output(binding: onnxruntime.IOBinding, name: str, dtype: np.dtype, shape: Sequence[int], address: int) -> None:
-    """Let a session write an output at an address."""
+def bind_output(
+    binding: onnxruntime.IOBinding,
+    name: str,
+    dtype: np.dtype,
+    shape: Sequence[int],
+    address: int,
+    device: Device = HOST,
+) -> None:
+    """Let a session write an output at an address of a device."""
     if dtype == _BFLOAT16:
-        _bind_bfloat16(binding, "output", name, shape, address)
+        _bind_bfloat16(binding, "output", name, shape, address, device)
         return
-    binding.bind_output(name, "cpu", 0, dtype, list(shape), address)
+    binding.bind_output(name, device.name, device.index, dtype, list(shape), address)
 
 
 def copy_of(value: onnxruntime.OrtValue) -> np.ndarray:
@@ -49,17 +60,19 @@ def copy_of(value: onnxruntime.OrtValue) -> np.ndarray:
     return np.frombuffer(raw, _BFLOAT16).reshape(shape).copy()
 
 
-def _bind_bfloat16(binding: onnxruntime.IOBinding, side: str, name: str, shape: Sequence[int], address: int) -> None:
+def _bind_bfloat16(
+    binding: onnxruntime.IOBinding, side: str, name: str, shape: Sequence[int], address: int, device: Device
+) -> None:
     from onnxruntime.capi import _pybind_state
 
     inner: Any = binding._iobinding  # noqa: SLF001 - the public form does not take OrtValues of the C layer
     if hasattr(_pybind_state.OrtValue, "from_dlpack"):
-        value = _over_memory(_pybind_state.OrtValue.from_dlpack, shape, address)
+        value = _over_memory(_pybind_state.OrtValue.from_dlpack, shape, address, device)
         getattr(inner, f"bind_ortvalue_{side}")(name, value)
         return
     try:
         bind = binding.bind_input if side == "input" else binding.bind_output
-        bind(name, "cpu", 0, int(ir.DataType.BFLOAT16), list(shape), address)
+        bind(name, device.name, device.index, int(ir.DataType.BFLOAT16), list(shape), address)
     except (RuntimeError, TypeError) as error:
         raise RuntimeSetupError(
             f"this ONNX Runtime cannot bind %{name}, a bfloat16 {side}: {error}", "onnxruntime 1.22 or later"
@@ -102,10 +115,14 @@ def _release(managed: int) -> None:
     _alive.pop(managed, None)
 
 
-def _over_memory(from_dlpack: Callable[[Any, bool], Any], shape: Sequence[int], address: int) -> Any:
+def _over_memory(
+    from_dlpack: Callable[[Any, bool], Any], shape: Sequence[int], address: int, device: Device = HOST
+) -> Any:
     """An OrtValue of bfloat16 over memory that stays the caller's."""
     dims = (ctypes.c_int64 * max(len(shape), 1))(*shape)
-    tensor = _Tensor(address, _Device(_DL_CPU, 0), len(shape), _Type(_DL_BFLOAT, 16, 1), dims, None, 0)
+    tensor = _Tensor(
+        address, _Device(_DL_KINDS[device.name], device.index), len(shape), _Type(_DL_BFLOAT, 16, 1), dims, None, 0
+    )
     managed = _Managed(tensor, None, ctypes.cast(_release, ctypes.c_void_p))
     at = ctypes.addressof(managed)
     _alive[at] = (managed, dims)

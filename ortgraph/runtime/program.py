@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
@@ -25,6 +25,7 @@ from ortgraph.plan.stored_budget import stored_budget, warn_if_over
 from ortgraph.runtime.arena import Memory
 from ortgraph.runtime.binding import bind_input, bind_output
 from ortgraph.runtime.debug_arena import check_guards, check_program
+from ortgraph.runtime.device import address_of
 from ortgraph.runtime.limits import refuse_limits
 from ortgraph.runtime.options import session_options
 
@@ -131,7 +132,14 @@ class Program:
         offsets, loss = stored_offsets(graph, name), loss_value(graph)
         limit = stored_budget(graph, name)
         self.placement: Placement = place_values(
-            graph.graph, self.order, results, value_pairs, offsets, loss, capacity=limit
+            graph.graph,
+            self.order,
+            results,
+            value_pairs,
+            offsets,
+            loss,
+            capacity=limit,
+            elementwise=not memory.device.on_host,
         )
         warn_if_over(name, self.arena_bytes, limit)
         self._constants = {
@@ -140,9 +148,10 @@ class Program:
             if v.const_value is not None and v.is_initializer()
         }
         self._input_values = _inputs_read(graph.graph, self.order)
-        self.inputs: dict[str, np.ndarray] = {}
+        self.inputs: dict[str, Any] = {}
         for value in (*self._input_values, *(v for v in results if v.is_graph_input())):
             self.inputs[value.name or ""] = self._input_buffer(value)
+        self._apart: dict[str, Any] = {}
         self._list_bound()
         self._session, rewritten = self._make_session(graph, threads, profile_prefix)
         if rewritten:
@@ -170,7 +179,7 @@ class Program:
     def max_load_bytes(self) -> int:
         return self.placement.solution.bound
 
-    def _input_buffer(self, value: ir.Value) -> np.ndarray:
+    def _input_buffer(self, value: ir.Value) -> Any:
         name = value.name or ""
         if name in self._memory.persistent:
             return self._memory.persistent[name]
@@ -188,6 +197,13 @@ class Program:
         self._bound = [v for v in computed if v.name in placement.offsets or v.name in placement.at_input]
         unbound = {v.name for v in computed} & set(placement.unbound)
         self._unbound = [n for n in self._values if n in unbound]
+        if self._memory.device.on_host:
+            return
+        for value in self._bound:  # why: a part of device memory is not read by itself
+            name, shape = value.name or "", static_shape(value)
+            if name in self._values and name in placement.offsets and name not in self._apart:
+                assert shape is not None and value.dtype is not None
+                self._apart[name] = self._memory.zeros(value.dtype.numpy(), shape)
 
     def _make_session(
         self, graph: TrainingGraph, threads: int | None, profile_prefix: str | None
@@ -207,12 +223,14 @@ class Program:
         with tempfile.TemporaryDirectory() as folder:
             options.optimized_model_filepath = str(pathlib.Path(folder, "seen.onnx"))
             try:
-                session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+                providers = self._memory.device.session_providers()
+                session = ort.InferenceSession(model.SerializeToString(), options, providers=providers)
             except Exception as error:  # noqa: BLE001 - the runtime's exception types are private; the cause is chained
                 raise RuntimeSetupError(
                     f"ONNX Runtime {ort.__version__} refuses program {self.name}: {error}",
                     "lower the graph for this runtime (target=...), or report the node",
                 ) from error
+            self._memory.device.check_session(session)
             return session, replaced_operators(model, onnx.load(options.optimized_model_filepath))
 
     def _bound_session(self) -> onnxruntime.IOBinding:
@@ -227,13 +245,27 @@ class Program:
             bind_input(binding, value.name or "", self.inputs[value.name or ""])
         for value in self._bound:
             name = value.name or ""
-            at = self.placement.at_input.get(name)
-            address = arena.address + self.placement.offsets[name] if at is None else self._memory_of(at).ctypes.data
-            bind_output(binding, name, value.dtype.numpy(), static_shape(value) or (), address)  # type: ignore[union-attr]
+            bind_output(
+                binding,
+                name,
+                value.dtype.numpy(),
+                static_shape(value) or (),
+                self._address(name),
+                self._memory.device,  # type: ignore[union-attr]
+            )
         self._binding, self._generation = binding, arena.generation
         return binding
 
-    def _memory_of(self, name: str) -> np.ndarray:
+    def _address(self, name: str) -> int:
+        """Where a bound value is written."""
+        if name in self._apart:
+            return address_of(self._apart[name])
+        at = self.placement.at_input.get(name)
+        if at is not None:
+            return address_of(self._memory_of(at))
+        return self._memory.arena.address + self.placement.offsets[name]
+
+    def _memory_of(self, name: str) -> Any:
         found = self.inputs.get(name)
         return self._memory.persistent[name] if found is None else found
 
@@ -281,6 +313,8 @@ class Program:
     def _run_bound(self, binding: onnxruntime.IOBinding) -> None:
         assert self._session is not None
         try:
+            if not self._memory.device.on_host:
+                binding.synchronize_inputs()
             self._session.run_with_iobinding(binding)
         except Exception as error:  # noqa: BLE001 - the runtime's exception types are private; the cause is chained
             text = str(error).strip()
@@ -298,12 +332,14 @@ class Program:
         return value.copy() if self._values[name].is_graph_input() or name in self.placement.at_input else value
 
     def value(self, name: str) -> np.ndarray:
-        """A wanted output after a run: a view that the next run changes."""
+        """A wanted output after a run: a view that the next run changes, or on a device a copy."""
         value = self._values[name]
         if name in self._constants:
             return self._constants[name]
         if value.is_graph_input():
             return self._memory_of(name)
+        if name in self._apart:
+            return self._apart[name].copy()
         if name in self._unbound:
             position = len(self._bound) + self._unbound.index(name)
             assert self._binding is not None, "the program has not run"
@@ -318,7 +354,7 @@ class Program:
         shape, dtype = static_shape(value) or (), value.dtype.numpy()  # type: ignore[union-attr]
         at = self.placement.at_input.get(name)
         if at is not None:
-            return self._memory_of(at).reshape(-1).view(dtype).reshape(shape)
+            return np.asarray(self._memory_of(at)).reshape(-1).view(dtype).reshape(shape)
         return self._memory.arena.view(self.placement.offsets[name], dtype, shape)
 
     @property

@@ -16,9 +16,12 @@ from ortgraph.errors import BatchError, InputError, NonFiniteLossError, Signatur
 from ortgraph.graph import TrainingGraph
 from ortgraph.graph.index_note import from_metadata
 from ortgraph.graph.verify import verify
+from ortgraph.ops.spec import GENERATED, KERNELS
+from ortgraph.ops.targets import target_of
 from ortgraph.runtime import inference_export, labelled_rows, selection
 from ortgraph.runtime.batch import Batch, bind_dims, check_bound, check_dtype, named
 from ortgraph.runtime.detect import detect_runtime
+from ortgraph.runtime.device import device_of
 from ortgraph.runtime.index_range import check_indices
 from ortgraph.runtime.prepare import prepare
 from ortgraph.runtime.profile import NodeTime, read_profile
@@ -40,7 +43,9 @@ class TrainingSession(SessionState):
     Args:
         graph: At any stage, of any origin.
         threads: Threads of one operator; None means all processors of this process.
-        target: ``onnxruntime-training`` or ``onnxruntime``; None means the installed one.
+        target: ``onnxruntime-training`` or ``onnxruntime``; None means the installed one. With a provider
+            (``onnxruntime-training:cuda``) parameters, states, batches and the arena are on the device; what is read is
+            copied (docs/gpu.md).
         check_finite: Raise NonFiniteLossError when a step's loss is NaN or infinite.
         poison: Overwrite the arena with NaN before each run, and check after it that no byte changed that belongs to no
             value (debugging: reads of memory that was not written show, writes beyond a buffer raise PlanError).
@@ -48,7 +53,7 @@ class TrainingSession(SessionState):
     Raises:
         InputError: A parameter or buffer has no value, or its shape does not fit.
         VerificationError: The graph breaks an invariant of level ``signature``: nodes out of order, a lost output.
-        RuntimeSetupError: No, several or an unsupported ONNX Runtime.
+        RuntimeSetupError: No, several or an unsupported ONNX Runtime, or one without the target's provider.
     """
 
     def __init__(
@@ -63,13 +68,16 @@ class TrainingSession(SessionState):
             hint = "give result.graph" if hasattr(graph, "report") else "ortgraph.load(path) reads one"
             raise InputError(f"a session runs a TrainingGraph, not {type(graph).__name__}", hint)
         verify(graph, "signature")
-        super().__init__(graph)
+        self.target = target_of(target or detect_runtime().target).text
+        device = device_of(self.target)
+        if not device.on_host:
+            _check_for_device(graph, self.target, poison)
+        super().__init__(graph, device)
         try:
             self._given_names: dict[str, str] = dict(json.loads(self.signature.metadata.get(RENAMED, "{}")))
         except (ValueError, TypeError) as error:
             raise SignatureError(f"the stored {RENAMED} does not parse: {error}", "capture the graph again") from error
         self._index_notes = from_metadata(self.signature.metadata)
-        self.target = target or detect_runtime().target
         self.threads = threads
         self._check_finite, self._poison = check_finite, poison
         self._prepared: OrderedDict[tuple, TrainingGraph] = OrderedDict()
@@ -198,6 +206,10 @@ class TrainingSession(SessionState):
         Raises:
             PlanError: The plan or a kernel is wrong; names node and value.
         """
+        if not self._memory.device.on_host:
+            raise InputError(
+                f"memory is checked on the host, not on {self.target}", "a session with a target of the CPU"
+            )
         self._set_seed(1.0 / self.accumulation_steps if kind in ("step", "accumulate", "results") else 1.0)
         self._ready(kind, batch).check()
 
@@ -260,8 +272,10 @@ class TrainingSession(SessionState):
                 check_indices(note, arrays[note.input], dims, self._given_names.get(note.input, note.input))
         for name, array in arrays.items():
             buffer = program.inputs.get(name)
-            if buffer is not None:
+            if isinstance(buffer, np.ndarray):
                 np.copyto(buffer, array)
+            elif buffer is not None:
+                buffer[...] = array
         self._feed_tangents(program, tangents or {})
         return program
 
@@ -325,3 +339,15 @@ class TrainingSession(SessionState):
                 del self._programs[kind_key]
             self._prepared.pop(old, None)
             self._evaluation.pop(old, None)
+
+
+def _check_for_device(graph: TrainingGraph, target: str, poison: bool) -> None:
+    """Raise InputError where a graph or an option is for the processor only."""
+    if poison:
+        raise InputError(f"poison=True checks memory of the host, not of {target}", "a target of the CPU")
+    lowered = graph.stage in ("lowered", "planned")
+    if lowered and any(node.domain in (KERNELS, GENERATED) for node in graph.graph):
+        raise InputError(
+            f"the graph was lowered to kernels of the processor; {target} does not run them",
+            f"ortgraph.optimize(..., target={target!r})",
+        )

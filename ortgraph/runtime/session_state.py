@@ -13,6 +13,7 @@ from ortgraph.errors import InputError, SignatureError
 from ortgraph.graph import Signature, TrainingGraph, static_shape
 from ortgraph.runtime import checkpoint, inference_export
 from ortgraph.runtime.arena import Memory
+from ortgraph.runtime.device import HOST, Device
 
 LEARNING_RATE = "learning_rate"
 
@@ -22,16 +23,17 @@ class SessionState:
 
     Args:
         graph: Its values are copied; states start at their initial value unless the graph holds one.
+        device: Where they are kept.
 
     Raises:
         InputError: A parameter or buffer has no value, or its shape does not fit.
     """
 
-    def __init__(self, graph: TrainingGraph) -> None:
+    def __init__(self, graph: TrainingGraph, device: Device = HOST) -> None:
         self.graph = graph
         self.signature: Signature = graph.signature
         self.steps = 0
-        self._memory = Memory()
+        self._memory = Memory(device)
         self._inputs = {v.name: v for v in graph.graph.inputs}
         self._load_values(graph)
 
@@ -121,7 +123,7 @@ class SessionState:
 
     def export_inference(self, path: str | os.PathLike[str]) -> pathlib.Path:
         """Write the model in evaluation mode with its present values. See ``ortgraph.runtime.inference_export``."""
-        values = {n: self._memory.persistent[n] for n in self._module_sources()}
+        values = {n: np.asarray(self._memory.persistent[n]) for n in self._module_sources()}
         return inference_export.export_inference(self.graph, values, path)
 
     def trained_graph(self) -> TrainingGraph:

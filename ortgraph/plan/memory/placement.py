@@ -30,6 +30,7 @@ _LONGER = 10.0  # where the arena would exceed a budget
 # ONNX Runtime runs these as soon as their input is there, wherever they stand in the file: what they write has no
 # place in an arena whose lifetimes follow the file.
 _RUN_EARLY = frozenset({("", "Shape"), ("", "Size"), ("ai.onnx", "Shape"), ("ai.onnx", "Size")})
+_VARIADIC = frozenset({"Sum", "Max", "Min", "Mean"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +97,7 @@ def place_values(
     loss: ir.Value | None = None,
     shared: bool = True,
     capacity: int | None = None,
+    elementwise: bool = False,
 ) -> Placement:
     """Decide in-place updates, in-place operators and arena offsets.
 
@@ -109,6 +111,8 @@ def place_values(
             updates are copied at the end: right in any order of execution.
         known: Offsets by storage name of an earlier plan of the same program; used if they fit and are valid.
         capacity: Bytes that the arena should not exceed; the search takes more time before it does.
+        elementwise: Nothing but element-wise operators writes over its inputs: on a device, where the operator table's
+            facts about kernels of the processor do not hold.
 
     Raises:
         PlanError: The solver's result is invalid (a defect).
@@ -116,8 +120,8 @@ def place_values(
     live = Liveness(graph, order, wanted)
     at_input = {v: root for root in live.persistent for v in live.members(root) if v is not root}
     computed_at = live.position.get(loss.producer(), -1) if loss is not None else -1  # type: ignore[arg-type]
-    copies = _place_updates(live, pairs, at_input, computed_at) if shared else list(pairs)
-    merged, last, in_place = _reuse_inputs(live, at_input) if shared else ({}, {}, {})
+    copies = _place_updates(live, pairs, at_input, computed_at, elementwise) if shared else list(pairs)
+    merged, last, in_place = _reuse_inputs(live, at_input, elementwise) if shared else ({}, {}, {})
     buffers, unbound = [], []
     members: dict[ir.Value, list[ir.Value]] = {}
     for storage in live.storages():
@@ -179,25 +183,29 @@ def _stored_solution(problem: MemoryProblem, known: Mapping[str, int] | None) ->
 
 
 def _place_updates(
-    live: Liveness, pairs: Iterable[tuple[ir.Value, ir.Value]], at_input: dict[ir.Value, ir.Value], loss_at: int
+    live: Liveness,
+    pairs: Iterable[tuple[ir.Value, ir.Value]],
+    at_input: dict[ir.Value, ir.Value],
+    loss_at: int,
+    elementwise: bool,
 ) -> list[tuple[ir.Value, ir.Value]]:
     """Put each update over the value that it replaces where the order makes that safe; return the others."""
     copies = []
     for old, new in pairs:
         storage = live.storage(new)
-        if storage in at_input or not may_overwrite_at(live, old, new, loss_at):
+        if storage in at_input or not may_overwrite_at(live, old, new, loss_at, elementwise):
             copies.append((old, new))
             continue
         at_input.update((v, old) for v in live.members(storage))
     return copies
 
 
-def may_overwrite_at(live: Liveness, old: ir.Value, new: ir.Value, loss_at: int) -> bool:
+def may_overwrite_at(live: Liveness, old: ir.Value, new: ir.Value, loss_at: int, elementwise: bool = False) -> bool:
     """Whether the run may write ``new`` straight over graph input ``old``, in this order and after step ``loss_at``."""
     storage = live.storage(new)
     if storage in live.constants or storage in live.persistent or runs_early(storage):
         return False
-    return live.born(storage) > loss_at and _may_overwrite(live, old, storage)
+    return live.born(storage) > loss_at and _may_overwrite(live, old, storage, elementwise)
 
 
 def runs_early(value: ir.Value) -> bool:
@@ -206,7 +214,7 @@ def runs_early(value: ir.Value) -> bool:
     return node is not None and (node.domain, node.op_type) in _RUN_EARLY
 
 
-def _may_overwrite(live: Liveness, old: ir.Value, new: ir.Value) -> bool:
+def _may_overwrite(live: Liveness, old: ir.Value, new: ir.Value, elementwise: bool) -> bool:
     """Whether storage ``new`` may be written over graph input ``old``: nothing reads the old bytes at or after that."""
     size = nbytes(old)
     if size is None or size != nbytes(new) or old.dtype != new.dtype:
@@ -219,12 +227,12 @@ def _may_overwrite(live: Liveness, old: ir.Value, new: ir.Value) -> bool:
         return False
     if writer not in readers:
         return True
-    return _kernel_may_overwrite(live, live.order[writer], old, new)
+    return _kernel_may_overwrite(live, live.order[writer], old, new, elementwise)
 
 
-def _kernel_may_overwrite(live: Liveness, node: ir.Node, old: ir.Value, new: ir.Value) -> bool:
+def _kernel_may_overwrite(live: Liveness, node: ir.Node, old: ir.Value, new: ir.Value, elementwise: bool) -> bool:
     """Whether the node's kernel may write ``new`` while it reads storage ``old``, by the operator table."""
-    pairs = {i for i, o in spec_of(node).inplace if o == new.index()}
+    pairs = {i for i, o in _inplace(node, elementwise) if o == new.index()}
     direct = [i for i, v in enumerate(node.inputs) if v is not None and live.storage(v) is old]
     captured = sum(1 for v in values_read(node) if live.storage(v) is old) > len(direct)
     if captured or not direct:
@@ -232,12 +240,21 @@ def _kernel_may_overwrite(live: Liveness, node: ir.Node, old: ir.Value, new: ir.
     return all(i in pairs and _same_type(node.inputs[i], new) for i in direct)
 
 
+def _inplace(node: ir.Node, elementwise: bool) -> tuple[tuple[int, int], ...]:
+    """The operator table's pairs; none for variadic operators where kernels are not those of the table: they may go
+    through their inputs one by one."""
+    spec = spec_of(node)
+    if elementwise and not (spec.elementwise and node.op_type not in _VARIADIC):
+        return ()
+    return spec.inplace
+
+
 def _same_type(a: ir.Value | None, b: ir.Value) -> bool:
     return a is not None and a.dtype == b.dtype and static_shape(a) == static_shape(b)
 
 
 def _reuse_inputs(
-    live: Liveness, at_input: Mapping[ir.Value, ir.Value]
+    live: Liveness, at_input: Mapping[ir.Value, ir.Value], elementwise: bool
 ) -> tuple[dict[ir.Value, ir.Value], dict[ir.Value, int], dict[ir.Value, ir.Value]]:
     """Let nodes write over inputs that die with them. Returns (storage to shared storage, last step, in-place map)."""
     merged: dict[ir.Value, ir.Value] = {}
@@ -245,7 +262,7 @@ def _reuse_inputs(
     in_place: dict[ir.Value, ir.Value] = {}
     for t, node in enumerate(live.order):
         taken: set[ir.Value] = set()
-        for i, o in spec_of(node).inplace:
+        for i, o in _inplace(node, elementwise):
             source = node.inputs[i] if i < len(node.inputs) else None
             result = node.outputs[o] if o < len(node.outputs) else None
             if (
@@ -266,7 +283,7 @@ def _reuse_inputs(
                 or nbytes(result) != nbytes(head)
             ):
                 continue
-            if not _reads_only(live, node, merged, head, result):
+            if not _reads_only(live, node, merged, head, result, elementwise):
                 continue
             merged[result] = head
             last[head] = max(t, last[result])
@@ -276,10 +293,15 @@ def _reuse_inputs(
 
 
 def _reads_only(
-    live: Liveness, node: ir.Node, merged: Mapping[ir.Value, ir.Value], head: ir.Value, result: ir.Value
+    live: Liveness,
+    node: ir.Node,
+    merged: Mapping[ir.Value, ir.Value],
+    head: ir.Value,
+    result: ir.Value,
+    elementwise: bool,
 ) -> bool:
     """Whether every read of the shared storage by this node may be overwritten by ``result``."""
-    pairs = {i for i, o in spec_of(node).inplace if o == result.index()}
+    pairs = {i for i, o in _inplace(node, elementwise) if o == result.index()}
 
     def shares(value: ir.Value) -> bool:
         storage = live.storage(value)
