@@ -95,6 +95,19 @@ def _batch_norm(large: int) -> tuple[Shape, ...]:
     return x, x, x[1:2], x[1:2], x[1:2]
 
 
+def _images(large: int) -> Shape:
+    return (8, 64, 32, 32) if large else (2, 4, 8, 8)
+
+
+def _filters(large: int) -> tuple[Shape, ...]:
+    return _conv(large)[1:]
+
+
+def _batch_statistics(large: int) -> tuple[Shape, ...]:
+    x = _images(large)
+    return x, *(x[1:2],) * 4
+
+
 def _heads(large: int) -> tuple[Shape, ...]:
     return ((8, 128, 8, 64) if large else (2, 16, 2, 16),)
 
@@ -119,6 +132,7 @@ def _adamw(large: int) -> tuple[Shape, ...]:
 
 
 _ROWS_WHOLE, _TURNED = (0, 2, 1, 3), (0, 2, 3, 1)
+_POOL = {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1, 1, 1, 1]}
 CASES: tuple[Case, ...] = (
     *(Case("Gelu", _same(1), attributes={"approximate": a}) for a in ("none", "tanh")),
     *(Case("GeluGrad", _same(2), attributes={"approximate": a}) for a in ("none", "tanh")),
@@ -128,6 +142,7 @@ CASES: tuple[Case, ...] = (
     Case("LayerNormGrad", _norm, 3, {"axis": -1}),
     Case("Attention", _attention(3), 1, {"scale": 0.125}),
     Case("AttentionGrad", _attention(5), 3, {"scale": 0.125}),
+    Case("BatchNorm", _batch_statistics, 5, {"epsilon": 1e-5, "momentum": 0.9}),
     Case("BatchNormGrad", _batch_norm, 3),
     Case("CrossEntropy", _loss, 3, {"reduction": "mean", "ignore_index": -100}, {1: 60}),
     Case("CrossEntropyGrad", _loss_grad, 1, {"reduction": "mean", "ignore_index": -100}, {2: 60}),
@@ -137,6 +152,8 @@ CASES: tuple[Case, ...] = (
     Case("DropoutGrad", _same(2), 1, {"ratio": 0.1}, booleans=frozenset({1})),
     Case("RandomUniform", lambda large: ((), ()), 1, {"node": 3, "shape": [512, 512]}, {0: 9, 1: 9}),
     Case("AdamW", _adamw, 3, {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "weight_decay": 0.01}, {1: 9}),
+    Case("Conv", _filters, attributes={"pads": [1, 1, 1, 1]}, domain=""),
+    Case("MaxPool", lambda large: (_images(large),), 2, _POOL, domain=""),
     Case("Softmax", _scores(1), attributes={"axis": -1}, domain=""),
     Case("LayerNormalization", _layer_norm, 3, {"axis": -1}, domain=""),
     Case("ReduceSum", lambda large: (_rows(large), (1,)), 1, {"keepdims": 0}, constants={1: [0]}, domain=""),
