@@ -34,7 +34,7 @@ inline __attribute__((always_inline)) void vectors(std::int64_t n, const Body& b
   if (i < n) body(i, Part{static_cast<int>(n - i)});
 }
 
-inline V splat(float x) { return V{} + x; }
+inline V splat(float x) { return x - V{}; }  // not V{} + x: that takes the sign of a negative zero
 
 inline V load(const float* p, Full, float = 0) {
   V v;
