@@ -83,8 +83,8 @@ def _copy_for_builder(
     node_of: dict[str, ir.Node] = {}
     for i, (original, copied) in enumerate(zip(list(model.graph), list(graph), strict=True)):
         copied.name, node_of[f"n{i}"] = f"n{i}", original
+    graph.outputs[:] = [copy_of[loss]]  # why first: what is cut may be another output of the model
     free = {i: _detach(graph, copies[i]) for i, value in enumerate(values) if value in cut}
-    graph.outputs[:] = [copy_of[loss]]
     keep_outputs(graph, [copy_of[loss]])
     lift_weights(graph, parameters)
     for value in graph.initializers.values():  # a tensor is renamed with its value; the user's stay as they are

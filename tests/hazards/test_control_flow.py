@@ -62,3 +62,28 @@ def test_a_frozen_branch_reads_a_value_that_only_it_needs():
     model = forward_model(body, w=(4, 4), v=(4,))
     then = X.mean() > 0
     check(model, ("w", "v"), lambda x, w, v: (x * v.tanh() if then else x - v.tanh()) @ w, trainable=["w"])
+
+
+@pytest.mark.parametrize("reads", ["t", "x"])
+def test_a_branch_that_is_only_a_model_output_is_evaluated(reads):
+    """What it reads of the weights' values ends there: the gradient is that of the loss."""
+    text = (
+        '<ir_version: 8, opset_import: ["" : 18]> g (float[3,4] x, bool c) => (float loss, float[3,4] other) {'
+        "t = MatMul(x, w) other = If(c) <then_branch = a () => (float[3,4] k) { k = Exp(READ) },"
+        f" else_branch = b () => (float[3,4] k) {{ k = MatMul(READ, w) }}> y = Tanh(t) {END} }}"
+    ).replace("READ", reads)
+    model = onnx.parser.parse_model(text)
+    w = np.random.default_rng(0).standard_normal((4, 4)).astype(np.float32)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(w, "w"))
+    wide = torch.tensor(w, dtype=torch.float64, requires_grad=True)
+    t = torch.tensor(X, dtype=torch.float64) @ wide
+    y = t.tanh()
+    (y.sin() * y).sum().backward()
+    graph = ortgraph.from_onnx(model, loss="loss")
+    session = ortgraph.TrainingSession(ortgraph.optimize(graph, "O2").graph)
+    for c in (True, False):
+        batch = {"x": X, "c": np.array(c)}
+        np.testing.assert_allclose(session.gradients(batch)["w"], wide.grad.numpy(), rtol=1e-4, atol=1e-5)
+        read = t.detach().numpy() if reads == "t" else X
+        wanted = np.exp(read) if c else read @ w
+        np.testing.assert_allclose(session.evaluate(batch)["other"], wanted, rtol=1e-4, atol=1e-5)
