@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -12,11 +13,23 @@ from ortgraph.graph import Signature, TrainingGraph
 from ortgraph.graph.text import text_hash
 from ortgraph.graph.verify import verify
 from ortgraph.ops import kernels
+from ortgraph.ops.alternatives import SHIPPED_TABLE
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.spec import KERNELS
 from ortgraph.passes.lowering.lower import Lower
 
 F32 = ir.DataType.FLOAT
+
+
+@pytest.fixture(scope="session")
+def decomposed_attention(tmp_path_factory) -> str:
+    """Path of a cost table by which attention is lowered to products and softmax."""
+    table = json.loads(SHIPPED_TABLE.read_text(encoding="utf-8"))
+    for name in ("Attention.kernel", "AttentionGrad.kernel"):
+        table["entries"][name]["fixed_us"] = 1e9
+    path = tmp_path_factory.mktemp("table") / "dear.json"
+    path.write_text(json.dumps(table), encoding="utf-8")
+    return str(path)
 
 
 class Workbench:

@@ -116,7 +116,7 @@ def attention_model(masked):
 
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_step_and_gradients(masked, threads):
+def test_step_and_gradients(masked, threads, decomposed_attention):
     from ortgraph.manager import PassManager, parse_pipeline
     from ortgraph.runtime.session import TrainingSession
 
@@ -125,7 +125,8 @@ def test_step_and_gradients(masked, threads):
     clean = "fold-constants,eliminate-common-subexpressions,eliminate-dead-code"
     for extra in ("", "fuse-attention-gradient,fuse-masked-softmax,eliminate-dead-code,"):
         graph = ortgraph.capture(module, batch)
-        text = f"mark-optimized,attach-optimizer{{optimizer=adamw(lr=0.01)}},lower,{clean},{extra}plan-memory"
+        lower = f"lower{{table={decomposed_attention}}}"
+        text = f"mark-optimized,attach-optimizer{{optimizer=adamw(lr=0.01)}},{lower},{clean},{extra}plan-memory"
         PassManager(parse_pipeline(text)).run(graph)
         ops = {n.op_type for n in graph.graph}
         assert {"ScaledMaskedSoftmax", "SoftmaxGrad"} <= ops or not extra

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import onnx_ir as ir
 import pytest
 
 import ortgraph
+from ortgraph.manager import PassManager
+from ortgraph.manager.registry import preset
 from ortgraph.ops import kernels
 from ortgraph.ops.spec import CONTRIB
+from ortgraph.passes.lowering.lower import Lower
 from ortgraph.passes.lowering.zero_empty_rows import ZeroEmptyRows
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="no compiled kernels")
@@ -110,10 +115,10 @@ def test_without_kernels(bench):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_step_and_gradients(threads):
+def test_step_and_gradients(threads, decomposed_attention):
     import torch
 
-    from ortgraph.manager import PassManager, parse_pipeline
+    from ortgraph.manager import parse_pipeline
     from ortgraph.runtime.session import TrainingSession
 
     class Model(torch.nn.Module):
@@ -135,8 +140,8 @@ def test_step_and_gradients(threads):
         graph = ortgraph.capture(module, batch)
         middle = "fold-constants,fuse-matmul-transpose,eliminate-common-subexpressions,eliminate-dead-code"
         text = (
-            f"mark-optimized,attach-optimizer{{optimizer=adamw(lr=0.01)}},lower,{middle},fuse-attention-gradient,"
-            f"fuse-masked-softmax,{extra}eliminate-dead-code,plan-memory"
+            f"mark-optimized,attach-optimizer{{optimizer=adamw(lr=0.01)}},lower{{table={decomposed_attention}}},{middle},"
+            f"fuse-attention-gradient,fuse-masked-softmax,{extra}eliminate-dead-code,plan-memory"
         )
         PassManager(parse_pipeline(text)).run(graph)
         assert ("ReduceMax" not in {n.op_type for n in graph.graph}) == bool(extra)
@@ -154,7 +159,7 @@ def test_step_and_gradients(threads):
         np.testing.assert_allclose(fused_gradients[name], parameter.grad.numpy(), rtol=0, atol=1e-6)
 
 
-def test_preset_computes_the_mask_once():
+def test_preset_computes_the_mask_once(decomposed_attention):
     """Two layers, both halves: one mask, nothing left of its rows without keys, no node twice."""
     import torch
 
@@ -176,9 +181,14 @@ def test_preset_computes_the_mask_once():
     seen = torch.ones(3, 5, dtype=torch.bool)
     seen[0, 3:], seen[1] = False, False
     batch = {"x": torch.randn(3, 5, 8), "seen": seen, "target": torch.randn(3, 5, 8)}
-    result = ortgraph.optimize(ortgraph.capture(Model(), batch), "O2", optimizer=ortgraph.optim.AdamW(lr=0.01))
-    ops = [n.op_type for n in result.graph.graph]
+    graph = ortgraph.capture(Model(), batch)
+    passes = preset(
+        "O2", optimizer=ortgraph.optim.AdamW(lr=0.01), target="onnxruntime-training", shapes={}, accumulation_steps=1
+    )
+    chosen = [dataclasses.replace(p, table=decomposed_attention) if isinstance(p, Lower) else p for p in passes]
+    PassManager(chosen).run(graph)
+    ops = [n.op_type for n in graph.graph]
     assert ops.count("ScaledMaskedSoftmax") == 2 and ops.count("Where") == 1
     assert not {"Softmax", "ReduceMax", "Max", "Not", "Equal"} & set(ops)
-    keys = [(n.domain, n.op_type, n.inputs, str(n.attributes)) for n in result.graph.graph]
+    keys = [(n.domain, n.op_type, n.inputs, str(n.attributes)) for n in graph.graph]
     assert len(set(keys)) == len(keys)
