@@ -158,7 +158,8 @@ def serialize_node(node: ir.Node) -> onnx.NodeProto:
         )
     plan = layout(region)
     for name, values in sizes(region, plan, dims).items():
-        proto.attribute.append(onnx.helper.make_attribute(name, values[0] if name == "rows" else values))
+        made = (values[0], None) if name == "rows" else (values, onnx.AttributeProto.INTS)
+        proto.attribute.append(onnx.helper.make_attribute(name, made[0], attr_type=made[1]))
     for i in range(len(region.inputs)):
         proto.attribute.append(onnx.helper.make_attribute(f"count{i}", input_count(region, plan, i, dims)))
     own = {a.name for a in proto.attribute}

@@ -133,13 +133,14 @@ class Maker:
 
     def __init__(self) -> None:
         self.exprs: list[Expr] = []
-        self._known: dict[Expr, int] = {}
+        self._known: dict[tuple[Expr, str], int] = {}
 
     def add(self, expr: Expr) -> int:
-        if expr not in self._known:
-            self._known[expr] = len(self.exprs)
+        key = expr, repr(expr.data)  # why: zeros of both signs compare equal
+        if key not in self._known:
+            self._known[key] = len(self.exprs)
             self.exprs.append(expr)
-        return self._known[expr]
+        return self._known[key]
 
     def op(self, name: str, *args: int, kind: str = NUMBER, data: object = None) -> int:
         """An element-wise function; its width is that of its operands."""

@@ -70,7 +70,14 @@ def make_request(
     inserted: dict[str, list[Any]] = {}
     if pipeline is None:  # a pipeline that is spelled out names its plugins itself
         for cls in found:
-            inserted.setdefault(getattr(cls, "after", "optimized"), []).append(cls())
+            try:
+                made = cls()
+            except TypeError as error:  # an option without a default
+                raise InputError(
+                    f"the plugin pass {cls.name!r} cannot be made without options: {error}",
+                    "give its fields defaults, or name it with its options in -p",
+                ) from error
+            inserted.setdefault(getattr(cls, "after", "optimized"), []).append(made)
     else:
         parse_pipeline(pipeline)
     if pipeline is not None and optimizer is not None:

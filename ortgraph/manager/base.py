@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import onnx_ir as ir
 
+from ortgraph.errors import PassError
 from ortgraph.graph import STAGES, TrainingGraph
 
 
@@ -56,6 +57,8 @@ class GraphPass(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> Outcome:
         changes = self.run(TrainingGraph(model))
+        if not isinstance(changes, Changes):
+            raise PassError(f"run of pass {self.name!r} returned {type(changes).__name__}", "return the Changes made")
         counts = {k: v for k, v in changes.counts.items() if v}
         return Outcome(model, bool(counts), counts, tuple(changes.refusals))
 

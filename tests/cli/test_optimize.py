@@ -259,3 +259,11 @@ def test_numbers_are_compared_with_standard_operators(cli, tmp_path, build_file)
     planned = tmp_path / "planned.onnx"
     assert cli("optimize", path, "-o", planned, "-O2", "--optimizer", "adamw", "--verify", "numerics").code == 0
     assert reference_form(load(planned)).stage == "planned"
+
+
+def test_a_plugin_whose_option_has_no_default_is_refused_under_a_preset(cli, graph_file, tmp_path):
+    path, out = tmp_path / "needs.py", tmp_path / "out.onnx"
+    text = PLUGIN.replace("class Spoil", "class Needs").replace('= "spoil"', '= "needs"')
+    path.write_text(text.replace("    def run", "    size: int\n\n    def run"))
+    ran = cli("optimize", graph_file, "-o", out, "-O1", "--plugin", path)
+    assert ran.code == 2 and "'needs' cannot be made without options" in ran.err and not out.exists()

@@ -85,3 +85,11 @@ def test_a_pass_that_exits_is_an_error_and_not_the_end():
     for made in (Exits(), Own()):
         with pytest.raises(PassError, match="SystemExit"):
             PassManager((made,)).run(training)
+
+
+def test_a_pass_that_returns_nothing_is_named(tmp_path):
+    path = tmp_path / "plugin.py"
+    path.write_text(PLUGIN.replace("NAME", "forgets").replace("return Changes()", "pass"))
+    (cls,) = load_plugin(path)
+    with pytest.raises(PassError, match="run of pass 'forgets' returned NoneType"):
+        cls().call(ir.Model(ir.Graph([], [], nodes=[]), ir_version=10))
