@@ -36,7 +36,17 @@ def run(
 ) -> None:
     """Check Python, libraries, runtime, compiler and kernels; with a build file, also capture it and compare."""
     out = Output(as_json)
-    findings = [*_libraries(), _torch(), _runtime(), _kernels(out), _generated(), _planners(), _processor(), *_blas()]
+    findings = [
+        *_libraries(),
+        _torch(),
+        _runtime(),
+        *_devices(),
+        _kernels(out),
+        _generated(),
+        _planners(),
+        _processor(),
+        *_blas(),
+    ]
     if target is not None and not any(f.state == "problem" for f in findings):
         findings += _try_build(out, target)
     out.table("Setup", ("what", "state", "detail"), [(f.what, f.state, f.detail) for f in findings])
@@ -103,6 +113,20 @@ def _runtime() -> Finding:
             "onnxruntime", "problem", what, f"pip install --force-reinstall {runtime.wheel}=={runtime.version}"
         )
     return Finding("onnxruntime", "ok", f"{runtime.wheel} {runtime.version}, target {runtime.target}")
+
+
+def _devices() -> list[Finding]:
+    """Providers beside the processor's; nothing where the runtime itself is missing."""
+    from ortgraph.runtime.detect import detect_runtime, device_targets
+
+    try:
+        found = device_targets(detect_runtime())
+    except (RuntimeSetupError, ImportError):
+        return []
+    detail = (
+        f"targets {', '.join(found)} (docs/gpu.md)" if found else "none: this ONNX Runtime computes on the processor"
+    )
+    return [Finding("devices", "ok", detail)]
 
 
 def _planners() -> Finding:

@@ -35,6 +35,7 @@ _OPTIMIZE = typer.Option(
     "--optimize/--no-optimize", help="Optimize the graph first (-O2), or run it as captured (-O0)."
 )
 _BUDGET = typer.Option("--memory-budget", metavar="BUDGET", help="60% of what the given order needs, or bytes: 30MB.")
+_RUNTIME = typer.Option("--target", help="What computes: onnxruntime-training:cuda and so on; the installed one's CPU.")
 _INFERENCE = typer.Option("--export-inference", metavar="FILE", help="Write the trained model for inference (.onnx).")
 
 
@@ -54,6 +55,7 @@ def run(
     memory_budget: Annotated[str | None, _BUDGET] = None,
     threads: Annotated[int | None, options.THREADS] = None,
     export_inference: Annotated[pathlib.Path | None, _INFERENCE] = None,
+    runtime: Annotated[str | None, _RUNTIME] = None,
     as_json: bool = options.JSON,
 ) -> None:
     """Train for some steps, with checkpoints; then evaluate, if the build function says how."""
@@ -71,7 +73,7 @@ def run(
     preset = options.pipeline_of(level if optimize else 0, None)
     precision_pass(precision, precision_overrides)  # an unknown one is refused before any work
     cast = {"precision": precision, "precision_overrides": precision_overrides}
-    spec, session, report = _session(out, target, chosen, preset, budget, threads, cast)
+    spec, session, report = _session(out, target, chosen, preset, budget, threads, cast, runtime)
     if resume:
         session.load_checkpoint(checkpoint)
         out.say(f"resumed {checkpoint} at step {session.steps}")
@@ -102,25 +104,36 @@ def _save(session: Any, folder: pathlib.Path) -> None:
 
 
 def _session(
-    out: Output, target: str, chosen: Any, preset: str, budget: str | None, threads: int | None, cast: dict[str, Any]
+    out: Output,
+    target: str,
+    chosen: Any,
+    preset: str,
+    budget: str | None,
+    threads: int | None,
+    cast: dict[str, Any],
+    runtime: str | None,
 ) -> tuple[BuildSpec, Any, Any]:
     import ortgraph
     from ortgraph.cli.capturing import capture_build
     from ortgraph.manager.instruments import Progress
+    from ortgraph.ops.targets import target_of
     from ortgraph.runtime.detect import detect_runtime
+    from ortgraph.runtime.device import device_of
 
-    detect_runtime()  # without a runtime nothing below is worth the wait
+    installed = detect_runtime().target  # without a runtime nothing below is worth the wait
+    runs_on = target_of(runtime or installed, "--target: ").text
+    device_of(runs_on)
     spec, graph = capture_build(out, target)
     chosen = chosen or spec.optimizer or ortgraph.optim.AdamW()
     if not isinstance(chosen, ortgraph.optim.Optimizer):
         raise InputError(f"{target}: 'optimizer' is {type(chosen).__name__}", "ortgraph.optim.AdamW(lr=1e-3)")
     with out.progress("optimizing") as tell:
-        target, instruments = detect_runtime().target, [Progress(tell)]
+        instruments = [Progress(tell)]
         result = ortgraph.optimize(
-            graph, preset, optimizer=chosen, target=target, memory_budget=budget, instruments=instruments, **cast
+            graph, preset, optimizer=chosen, target=runs_on, memory_budget=budget, instruments=instruments, **cast
         )
     out.say(f"{preset}: {result.report.nodes_before} → {result.report.nodes_after} nodes")
-    return spec, ortgraph.TrainingSession(result.graph, threads=threads), result.report
+    return spec, ortgraph.TrainingSession(result.graph, threads=threads, target=runs_on), result.report
 
 
 def endless(spec: BuildSpec, limit: int | None) -> Iterator[Any]:

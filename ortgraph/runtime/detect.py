@@ -8,6 +8,7 @@ import importlib.metadata
 import re
 
 from ortgraph.errors import RuntimeSetupError
+from ortgraph.ops.targets import DEVICE_TARGETS, target_of
 
 TRAINING = "onnxruntime-training"
 STOCK = "onnxruntime"
@@ -16,6 +17,8 @@ _WHEELS = {
     "onnxruntime-training": TRAINING,
     "onnxruntime": STOCK,
     "onnxruntime-gpu": STOCK,
+    "onnxruntime-rocm": STOCK,
+    "onnxruntime-migraphx": STOCK,
 }
 TRAINING_VERSION = (1, 19, 2)
 STOCK_MINIMUM = (1, 22)
@@ -79,6 +82,15 @@ def choose_runtime(wheels: dict[str, str]) -> Runtime:
 def detect_runtime() -> Runtime:
     """The installed ONNX Runtime. Raises RuntimeSetupError when there is none, several, or an unsupported version."""
     return choose_runtime(installed_wheels())
+
+
+def device_targets(runtime: Runtime) -> tuple[str, ...]:
+    """Targets on devices whose provider the installed runtime was built with. Imports it."""
+    import onnxruntime
+
+    there = onnxruntime.get_available_providers()
+    found = (target_of(text) for text in DEVICE_TARGETS)
+    return tuple(t.text for t in found if t.runtime == runtime.target and t.provider.execution in there)
 
 
 def check_torch(version: str | None) -> None:

@@ -245,14 +245,8 @@ class Program:
             bind_input(binding, value.name or "", self.inputs[value.name or ""])
         for value in self._bound:
             name = value.name or ""
-            bind_output(
-                binding,
-                name,
-                value.dtype.numpy(),
-                static_shape(value) or (),
-                self._address(name),
-                self._memory.device,  # type: ignore[union-attr]
-            )
+            shape, dtype = static_shape(value) or (), value.dtype.numpy()  # type: ignore[union-attr]
+            bind_output(binding, name, dtype, shape, self._address(name), self._memory.device)
         self._binding, self._generation = binding, arena.generation
         return binding
 

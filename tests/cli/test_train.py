@@ -193,3 +193,17 @@ def test_evaluation_mode_is_one_line_of_warning(cli, build_file):
 def test_a_graph_is_no_build_file(cli):
     ran = cli("train", "train.onnx")
     assert ran.code == 2 and "ortgraph.TrainingSession(ortgraph.load(path))" in ran.err
+
+
+def test_a_target_that_cannot_train_is_refused_before_any_work(cli, build_file):
+    ran = cli("train", f"{build_file}:build", "--target", "moon")
+    assert ran.code == 2 and "--target: unknown target 'moon'" in ran.err
+    ran = cli("train", f"{build_file}:build", "--target", "onnxruntime:migraphx")
+    assert ran.code != 0 and "MIGraphXExecutionProvider" in ran.err and "Traceback" not in ran.err
+
+
+def test_optimize_takes_a_target_on_a_device(cli, graph_file, tmp_path):
+    out = tmp_path / "o.onnx"
+    assert cli("optimize", graph_file, "-o", out, "--target", "onnxruntime-training:cuda").code == 0
+    made = ortgraph.load(out)
+    assert made.stage == "planned" and {n.domain for n in made.graph} <= {"", "ai.onnx", "com.microsoft"}

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import onnxruntime
 import pytest
 
 from ortgraph.errors import RuntimeSetupError
-from ortgraph.runtime.detect import check_torch, choose_runtime, detect_runtime, installed_wheels
+from ortgraph.runtime.detect import (
+    Runtime,
+    check_torch,
+    choose_runtime,
+    detect_runtime,
+    device_targets,
+    installed_wheels,
+)
 from ortgraph.runtime.options import session_options
 
 
@@ -65,3 +73,18 @@ def test_options_keep_the_file_order() -> None:
     assert options.execution_order == ort.ExecutionOrder.PRIORITY_BASED
     assert options.graph_optimization_level == ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     assert options.intra_op_num_threads == 3
+
+
+@pytest.mark.parametrize(
+    ("target", "provider", "found"),
+    [
+        ("onnxruntime-training", "CUDAExecutionProvider", ("onnxruntime-training:cuda",)),
+        ("onnxruntime", "CUDAExecutionProvider", ("onnxruntime:cuda",)),
+        ("onnxruntime", "MIGraphXExecutionProvider", ("onnxruntime:migraphx",)),
+        ("onnxruntime", "ROCMExecutionProvider", ()),
+        ("onnxruntime", "CPUExecutionProvider", ()),
+    ],
+)
+def test_device_targets_are_those_of_the_providers(monkeypatch, target, provider, found):
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [provider, "CPUExecutionProvider"])
+    assert device_targets(Runtime("wheel", target, "1.22")) == found
