@@ -205,5 +205,5 @@ def test_a_target_that_cannot_train_is_refused_before_any_work(cli, build_file):
 def test_optimize_takes_a_target_on_a_device(cli, graph_file, tmp_path):
     out = tmp_path / "o.onnx"
     assert cli("optimize", graph_file, "-o", out, "--target", "onnxruntime-training:cuda").code == 0
-    made = ortgraph.load(out)
+    made = load(out)
     assert made.stage == "planned" and {n.domain for n in made.graph} <= {"", "ai.onnx", "com.microsoft"}
