@@ -109,7 +109,9 @@ def _preset(
     bind = (f"bind-shapes{{sizes={'|'.join(f'{k}:{v}' for k, v in sorted(shapes.items()))}}}",) if shapes else ()
     # why precision here: fusions know float32 operators, and updates are float32
     head = parse_pipeline(
-        ",".join((*bind, *(b for b in before if b), "mark-optimized", *((precision, ABSORB, PRODUCT) if precision else ())))
+        ",".join(
+            (*bind, *(b for b in before if b), "mark-optimized", *((precision, ABSORB, PRODUCT) if precision else ()))
+        )
     )
     if precision:  # why last: passes that ask for fused kernels may leave low values to operators that have no kernel
         after = f"{after},legalize-precision"

@@ -19,6 +19,7 @@ from ortgraph.manager.base import GraphPass
 
 ENTRY_POINTS = "ortgraph.passes"
 PRESETS = "ortgraph.passes.pipelines"
+DEVICE = "ortgraph.passes.device_pipeline"
 
 TABLE: dict[str, str] = {
     "mark-optimized": "ortgraph.passes.canonical.mark_optimized:MarkOptimized",
@@ -174,9 +175,10 @@ def preset_names() -> tuple[str, ...]:
 
 
 def preset(name: str, **options: object) -> tuple[ir.passes.PassBase, ...]:
-    """A preset pipeline (``O0`` ... ``O3``) from ``ortgraph.passes.pipelines``.
+    """A preset pipeline (``O0`` ... ``O3``) from ``ortgraph.passes.pipelines``, as its ``target`` takes it.
 
     Raises:
+        InputError: There is no such target.
         PipelineSyntaxError: There is no preset of that name.
     """
     presets = importlib.import_module(PRESETS).PRESETS
@@ -184,4 +186,5 @@ def preset(name: str, **options: object) -> tuple[ir.passes.PassBase, ...]:
         raise PipelineSyntaxError(
             f"unknown preset {name!r}", f"one of {', '.join(sorted(presets))}, or a list of passes"
         )
-    return presets[name](**options)
+    passes = presets[name](**options)
+    return importlib.import_module(DEVICE).for_target(passes, str(options["target"]))
