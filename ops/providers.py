@@ -1,7 +1,7 @@
 """Execution providers: what a runtime's device backend has kernels for, by operator and type.
 
-The CUDA columns are read off ONNX Runtime's registration tables (operators and types that are registered at 1.19.2; later
-releases only add to them). Nothing here was run on a device: docs/gpu.md says what that means.
+The CUDA columns are read off ONNX Runtime's registration tables of about 1.16; later releases are assumed to add only.
+Nothing here was run on a device: docs/gpu.md says what that means.
 """
 
 from __future__ import annotations
