@@ -63,10 +63,12 @@ def copy_of(value: onnxruntime.OrtValue) -> np.ndarray:
 def _bind_bfloat16(
     binding: onnxruntime.IOBinding, side: str, name: str, shape: Sequence[int], address: int, device: Device
 ) -> None:
-    from onnxruntime.capi import _pybind_state
+    from ortgraph.runtime.detect import TRAINING, detect_runtime
 
-    inner: Any = binding._iobinding  # noqa: SLF001 - the public form does not take OrtValues of the C layer
-    if hasattr(_pybind_state.OrtValue, "from_dlpack"):
+    if detect_runtime().target == TRAINING:
+        from onnxruntime.capi import _pybind_state
+
+        inner: Any = binding._iobinding  # noqa: SLF001 - the public form does not take OrtValues of the C layer
         value = _over_memory(_pybind_state.OrtValue.from_dlpack, shape, address, device)
         getattr(inner, f"bind_ortvalue_{side}")(name, value)
         return
