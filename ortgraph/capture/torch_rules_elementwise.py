@@ -230,11 +230,19 @@ def _log1p(t: Translation, self: ir.Value) -> ir.Value:
     return t.op("Where", whole, x, value)
 
 
+@rule("special_erfcx.default", "special_log_ndtr.default", "logcumsumexp.default")
+def _unstable(t: Translation, self: ir.Value, dim: int | None = None) -> ir.Value:
+    raise t.unsupported("a function without a form in ONNX operators that keeps its digits", "use torch.logsigmoid or "
+                        "torch.logsumexp, or compute it outside of the graph")  # fmt: skip
+
+
 @rule("expm1.default")
 def _expm1(t: Translation, self: ir.Value) -> ir.Value:
-    """exp(x) - 1 without cancellation, as 2 * sinh(x / 2) * exp(x / 2)."""
+    """exp(x) - 1 without cancellation, as 2 * sinh(x / 2) * exp(x / 2); x / 2 is cut where the result is -1."""
     dtype = t.out_dtype()
-    half = t.op("Mul", t.cast(self, dtype), t.scalar(0.5, dtype))
+    least_half = -5.0 if dtype == ir.DataType.FLOAT16 else -44.0  # sinh is finite there, and exp(2 x) below the digits
+    half, least = t.op("Mul", t.cast(self, dtype), t.scalar(0.5, dtype)), t.scalar(least_half, dtype)
+    half = t.op("Where", t.op("Less", half, least), least, half)
     return t.op("Mul", t.op("Mul", t.scalar(2, dtype), t.op("Sinh", half)), t.op("Exp", half))
 
 

@@ -267,3 +267,38 @@ def test_dropout_of_everything_is_refused(kind):
         ortgraph.capture(module.train(), (torch.ones(2, 3),), loss=lambda out: out.sum())
     module.eval()
     ortgraph.capture(module, (torch.ones(2, 3),), loss=lambda out: out.sum())
+
+
+@pytest.mark.parametrize("alpha", [None, 0.05, 1.0])
+def test_expm1_far_below_zero_is_minus_one(alpha):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.tensor([-1e30, -400.0, -178.0, -89.0, -40.0, -3.0, -1e-4, 2.0]))
+
+        def forward(self, x):
+            z = self.w * x
+            return (torch.expm1(z) if alpha is None else torch.nn.functional.celu(z, alpha)).sum()
+
+    module, batch = Model(), {"x": torch.ones(1)}
+    loss = module(**batch)
+    loss.backward()
+    session = ortgraph.TrainingSession(ortgraph.capture(module, batch))
+    assert session.loss(batch) == pytest.approx(loss.item(), rel=1e-5)
+    np.testing.assert_allclose(session.gradients(batch)["w"], module.w.grad.numpy(), rtol=1e-5, atol=1e-30)
+
+
+@pytest.mark.parametrize(
+    "function", [torch.special.erfcx, torch.special.log_ndtr, lambda x: torch.logcumsumexp(x, 0)], ids=str
+)
+def test_functions_that_lose_their_digits_are_refused(function):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.ones(8))
+
+        def forward(self, x):
+            return function(self.w * x).sum()
+
+    with pytest.raises(ortgraph.errors.UnsupportedError, match="keeps its digits"):
+        ortgraph.capture(Model(), {"x": torch.ones(1)})
