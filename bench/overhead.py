@@ -21,7 +21,7 @@ import onnx_ir as ir
 from ortgraph.graph import Parameter, Signature, State, TrainingGraph
 from ortgraph.ops.builder import Builder
 from ortgraph.runtime.options import session_options
-from ortgraph.runtime.program import program_model
+from ortgraph.runtime.ort_session import program_model
 from ortgraph.runtime.session import TrainingSession
 
 WIDTH = 8

@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from ortgraph import optim
     from ortgraph.capture import from_onnx
     from ortgraph.compiled import compile
+    from ortgraph.dynamo.ort_module import ORTModule
     from ortgraph.manager.optimize import OptimizeResult, optimize
     from ortgraph.runtime.session import TrainingSession
 
 __version__ = "0.1.0"
 __all__ = [
+    "ORTModule",
     "OptimizeResult",
     "Signature",
     "TrainingGraph",
@@ -31,6 +33,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "ORTModule": "ortgraph.dynamo.ort_module",
     "OptimizeResult": "ortgraph.manager.optimize",
     "TrainingSession": "ortgraph.runtime.session",
     "compile": "ortgraph.compiled",

@@ -68,7 +68,7 @@ def capture(
         InputError: An argument does not fit.
         RuntimeSetupError: PyTorch is missing or untested.
     """
-    _check_torch(allow_untested_torch)
+    check_torch(allow_untested_torch)
     if opset not in OPSETS:
         raise UnsupportedError(f"opset {opset} is not supported", f"choose from {OPSETS.start} to {OPSETS.stop - 1}")
     from ortgraph.capture.torch_step import capture_step
@@ -83,11 +83,11 @@ def capture(
         input_gradients=tuple(input_gradients),
     )
     for hook in after:
-        graph = _apply(hook, graph)
+        graph = apply_hook(hook, graph)
     return graph
 
 
-def _apply(hook: Any, graph: TrainingGraph) -> TrainingGraph:
+def apply_hook(hook: Any, graph: TrainingGraph) -> TrainingGraph:
     """Run a function of the graph or an ``onnx_ir`` pass; a function may return a new graph or change the given one."""
     import onnx_ir as ir
 
@@ -100,7 +100,7 @@ def _apply(hook: Any, graph: TrainingGraph) -> TrainingGraph:
     return returned if isinstance(returned, TrainingGraph) else graph
 
 
-def _check_torch(allow_untested: bool) -> None:
+def check_torch(allow_untested: bool) -> None:
     low, high = (".".join(map(str, v)) for v in TORCH)
     hint = f"pip install 'torch>={low},<{high}' --index-url https://download.pytorch.org/whl/cpu"
     try:

@@ -29,11 +29,22 @@ _DL_KINDS = {"cpu": 1, "cuda": 2}
 def bind_input(binding: onnxruntime.IOBinding, name: str, array: Buffer) -> None:
     """Let a session read an input from the array, which must outlive the binding."""
     device = array.device if isinstance(array, DeviceArray) else HOST
-    address = address_of(array)
-    if array.dtype == _BFLOAT16:
-        _bind_bfloat16(binding, "input", name, array.shape, address, device)
+    bind_input_at(binding, name, array.dtype, array.shape, address_of(array), device)
+
+
+def bind_input_at(
+    binding: onnxruntime.IOBinding,
+    name: str,
+    dtype: np.dtype,
+    shape: Sequence[int],
+    address: int,
+    device: Device = HOST,
+) -> None:
+    """Let a session read an input at an address of a device."""
+    if dtype == _BFLOAT16:
+        _bind_bfloat16(binding, "input", name, shape, address, device)
         return
-    binding.bind_input(name, device.name, device.index, array.dtype, list(array.shape), address)
+    binding.bind_input(name, device.name, device.index, dtype, list(shape), address)
 
 
 def bind_output(

@@ -21,7 +21,8 @@ from ortgraph.graph.edit import MODULE_KEY, SOURCE_KEY, take_type, trim_inputs
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.expand import can_expand, expand_composites, expand_node
 from ortgraph.ops.spec import COMPOSITE, CONTRIB, GENERATED
-from ortgraph.runtime.program import MAX_IR_VERSION, needed_nodes
+from ortgraph.runtime.ort_session import MAX_IR_VERSION
+from ortgraph.runtime.program import needed_nodes
 
 logger = logging.getLogger(__name__)
 METADATA_KEY = "ortgraph.evaluation"

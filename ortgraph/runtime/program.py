@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import logging
-import pathlib
-import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 
 from ortgraph.analysis.liveness import values_read
-from ortgraph.errors import BatchError, PlanError, RuntimeSetupError
+from ortgraph.errors import BatchError, PlanError
 from ortgraph.graph import TrainingGraph, static_shape
-from ortgraph.ops import generated, kernels
-from ortgraph.ops.spec import GENERATED, KERNELS
 from ortgraph.plan.memory.placement import Placement, place_values, stored_plan
 from ortgraph.plan.schedule import order_updates
 from ortgraph.plan.stored_budget import stored_budget, warn_if_over
@@ -27,13 +21,12 @@ from ortgraph.runtime.binding import bind_input, bind_output
 from ortgraph.runtime.debug_arena import check_guards, check_program
 from ortgraph.runtime.device import address_of
 from ortgraph.runtime.limits import refuse_limits
-from ortgraph.runtime.options import session_options
+from ortgraph.runtime.ort_session import inputs_read, make_session
 
 if TYPE_CHECKING:
     import onnxruntime
 
 logger = logging.getLogger(__name__)
-MAX_IR_VERSION = 10  # the newest that ONNX Runtime 1.19.2 reads
 
 
 def needed_nodes(graph: ir.Graph, wanted: Iterable[ir.Value]) -> list[ir.Node]:
@@ -147,7 +140,7 @@ class Program:
             for n, v in self._values.items()
             if v.const_value is not None and v.is_initializer()
         }
-        self._input_values = _inputs_read(graph.graph, self.order)
+        self._input_values = inputs_read(graph.graph, self.order)
         self.inputs: dict[str, Any] = {}
         for value in (*self._input_values, *(v for v in results if v.is_graph_input())):
             self.inputs[value.name or ""] = self._input_buffer(value)
@@ -209,29 +202,12 @@ class Program:
         self, graph: TrainingGraph, threads: int | None, profile_prefix: str | None
     ) -> tuple[onnxruntime.InferenceSession | None, list[str]]:
         """The runtime's session, and the operators that it replaces by others (functions without kernel, casts)."""
-        import onnxruntime as ort
-
-        if not self.order:
-            return None, []
         extra = [self._values[n] for n in self._unbound]
-        model = program_model(graph.model, self.order, self._input_values, [*self._bound, *extra])
-        options = session_options(threads, profile_prefix)
-        if any(node.domain == KERNELS for node in self.order):
-            options.register_custom_ops_library(str(kernels.library_path()))
-        if any(node.domain == GENERATED for node in self.order):
-            options.register_custom_ops_library(str(generated.library_path(graph.model)))
-        with tempfile.TemporaryDirectory() as folder:
-            options.optimized_model_filepath = str(pathlib.Path(folder, "seen.onnx"))
-            try:
-                providers = self._memory.device.session_providers()
-                session = ort.InferenceSession(model.SerializeToString(), options, providers=providers)
-            except Exception as error:  # noqa: BLE001 - the runtime's exception types are private; the cause is chained
-                raise RuntimeSetupError(
-                    f"ONNX Runtime {ort.__version__} refuses program {self.name}: {error}",
-                    "lower the graph for this runtime (target=...), or report the node",
-                ) from error
-            self._memory.device.check_session(session)
-            return session, replaced_operators(model, onnx.load(options.optimized_model_filepath))
+        bound = [*self._bound, *extra]
+        device = self._memory.device
+        return make_session(
+            self.name, graph.model, self.order, self._input_values, bound, threads, device, profile_prefix
+        )
 
     def _bound_session(self) -> onnxruntime.IOBinding:
         """Every input and every placed value bound at its address; bound anew when the arena has moved."""
@@ -371,51 +347,6 @@ class Program:
         return self._session.end_profiling()
 
 
-def replaced_operators(given: onnx.ModelProto, seen: onnx.ModelProto) -> list[str]:
-    """Operators of nodes that the runtime replaced, and of those that it added, sorted; empty when it runs ours."""
-
-    def nodes(model: onnx.ModelProto) -> Counter[tuple[str, tuple[str, ...]]]:
-        return Counter((n.op_type, tuple(filter(None, n.output))) for n in model.graph.node)
-
-    ours, theirs = nodes(given), nodes(seen)
-    return sorted({op_type for op_type, _ in (*(ours - theirs), *(theirs - ours))})
-
-
 def computed_in_order(order: Sequence[ir.Node]) -> list[ir.Value]:
     """All named outputs of the nodes, in order."""
     return [o for node in order for o in node.outputs if o.name]
-
-
-def _inputs_read(graph: ir.Graph, order: Sequence[ir.Node]) -> list[ir.Value]:
-    read = {v for node in order for v in values_read(node)}
-    return [v for v in graph.inputs if v in read and not v.is_initializer()]
-
-
-def program_model(
-    model: ir.Model, order: Sequence[ir.Node], inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]
-) -> onnx.ModelProto:
-    """The ONNX model that the runtime gets: nodes in order, every placed value an output with its type."""
-    proto = onnx.ModelProto(ir_version=min(model.ir_version, MAX_IR_VERSION), producer_name="ortgraph")
-    for domain, version in sorted(model.graph.opset_imports.items()):
-        proto.opset_import.append(onnx.helper.make_opsetid(domain, version))
-    graph = proto.graph
-    graph.name = model.graph.name or "program"
-    for node in order:
-        graph.node.append(generated.serialize_node(node))
-        del graph.node[-1].metadata_props[:]
-    graph.input.extend(_value_info(v) for v in inputs)
-    graph.output.extend(_value_info(v) for v in outputs)
-    read = {v for node in order for v in values_read(node)}
-    for value in model.graph.initializers.values():
-        if value in read and value.const_value is not None:
-            tensor = ir.serde.serialize_tensor(value.const_value)
-            tensor.name = value.name or ""
-            graph.initializer.append(tensor)
-    proto.functions.extend(generated.other_functions(model))
-    return proto
-
-
-def _value_info(value: ir.Value) -> onnx.ValueInfoProto:
-    shape = static_shape(value)
-    dims = None if shape is None and value.shape is None else [d if isinstance(d, int) else None for d in value.shape]  # type: ignore[union-attr]
-    return onnx.helper.make_tensor_value_info(value.name or "", int(value.dtype or 0), dims)

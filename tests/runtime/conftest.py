@@ -11,7 +11,8 @@ import pytest
 from ortgraph.graph import Signature, TrainingGraph
 from ortgraph.ops.builder import Builder
 from ortgraph.runtime.arena import Memory
-from ortgraph.runtime.program import Program, program_model
+from ortgraph.runtime.ort_session import program_model
+from ortgraph.runtime.program import Program
 
 
 class Bench:

@@ -122,7 +122,7 @@ def test_accumulation_zeroes_its_sums_on_the_device(apart, classifier_graph, cla
 
 
 def test_updates_that_cannot_be_in_place_are_copied(apart, classifier_graph, classifier_batch, monkeypatch):
-    from ortgraph.runtime import program as programs
+    from ortgraph.runtime import ort_session as programs
 
     seen = []
     real = programs.replaced_operators

@@ -403,7 +403,7 @@ def test_step_equals_the_same_nodes_unbound(classifier_graph, classifier_batch, 
 
     from ortgraph.ops import kernels
     from ortgraph.runtime.options import session_options
-    from ortgraph.runtime.program import program_model
+    from ortgraph.runtime.ort_session import program_model
 
     graph = at_stage(classifier_graph(), "planned", AdamW(lr=0.05, max_grad_norm=0.7))
     session = TrainingSession(graph, threads=threads, poison=True)

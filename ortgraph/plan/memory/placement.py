@@ -98,6 +98,7 @@ def place_values(
     shared: bool = True,
     capacity: int | None = None,
     elementwise: bool = False,
+    outside: Collection[ir.Value] = (),
 ) -> Placement:
     """Decide in-place updates, in-place operators and arena offsets.
 
@@ -113,12 +114,15 @@ def place_values(
         capacity: Bytes that the arena should not exceed; the search takes more time before it does.
         elementwise: Nothing but element-wise operators writes over its inputs: on a device, where the operator table's
             facts about kernels of the processor do not hold.
+        outside: Values that are written to memory of the caller's. They and their aliases get no place: ``at_input``
+            names the first of each storage.
 
     Raises:
         PlanError: The solver's result is invalid (a defect).
     """
     live = Liveness(graph, order, wanted)
     at_input = {v: root for root in live.persistent for v in live.members(root) if v is not root}
+    at_input.update((v, live.storage(o)) for o in outside for v in live.members(live.storage(o)))
     computed_at = live.position.get(loss.producer(), -1) if loss is not None else -1  # type: ignore[arg-type]
     copies = _place_updates(live, pairs, at_input, computed_at, elementwise) if shared else list(pairs)
     merged, last, in_place = _reuse_inputs(live, at_input, elementwise) if shared else ({}, {}, {})

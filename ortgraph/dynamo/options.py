@@ -1,0 +1,56 @@
+"""What ``torch.compile(..., options=...)`` and ``ORTModule`` take."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ortgraph.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options of the PyTorch backend.
+
+    Attributes:
+        pipeline, precision, precision_overrides, memory_budget, passes_after, target: As in ``ortgraph.optimize``.
+            ``target`` is the installed runtime when left out.
+        after_capture: Functions of the ``TrainingGraph``, or ``onnx_ir`` passes, applied right after translation: one, or
+            a list. A function may change the graph or return another.
+        threads: Threads of one operator; None means PyTorch's number (``torch.get_num_threads()``).
+        fallback: Let PyTorch run a graph that cannot be compiled, with a warning; False raises instead.
+        cache: Keep optimized graphs on disk, and take them from there.
+    """
+
+    pipeline: Any = "O2"
+    precision: str = "fp32"
+    precision_overrides: Any = None
+    memory_budget: str | int | None = None
+    passes_after: Mapping[str, Any] | None = None
+    target: str | None = None
+    after_capture: Callable[..., Any] | Sequence[Any] = ()
+    threads: int | None = None
+    fallback: bool = True
+    cache: bool = True
+
+    @staticmethod
+    def of(given: Mapping[str, Any] | None) -> Options:
+        """Read a dict of options.
+
+        Raises:
+            InputError: An unknown option, or a value that cannot be one.
+        """
+        names = [f.name for f in dataclasses.fields(Options)]
+        unknown = [k for k in given or {} if k not in names]
+        if unknown:
+            raise InputError(f"backend ortgraph has no option {unknown[0]!r}", f"it takes {', '.join(names)}")
+        options = Options(**(given or {}))
+        if options.threads is not None and (not isinstance(options.threads, int) or options.threads < 1):
+            raise InputError(f"threads={options.threads!r}", "a positive number, or None for PyTorch's")
+        return options
+
+    @property
+    def hooks(self) -> tuple[Any, ...]:
+        """``after_capture`` as a tuple."""
+        return tuple(self.after_capture) if isinstance(self.after_capture, Sequence) else (self.after_capture,)

@@ -1,0 +1,111 @@
+"""ORTModule: a PyTorch module whose forward and backward run as compiled graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ortgraph.dynamo.backend import backend
+from ortgraph.dynamo.options import Options
+from ortgraph.errors import InputError
+
+_OWN = frozenset({"_original", "_options", "_compiled", "training"})
+_SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+
+class ORTModule(torch.nn.Module):
+    """Wraps a module: called like it, trained by any PyTorch optimizer, saved under its own names.
+
+    Parameters, buffers and sub-modules are those of the wrapped module, without a prefix, and so are attributes that the
+    wrapper lacks. What ``torch.compile(module, backend="ortgraph")`` does is done here: a graph per part that Dynamo can
+    trace, one for training and one for evaluation, another for each new shape.
+
+    Args:
+        module: The module; it is shared, not copied.
+        options: See ``ortgraph.dynamo.options.Options``.
+
+    Raises:
+        InputError: What is wrapped is no module, is wrapped already, or an option is unknown.
+    """
+
+    _original: torch.nn.Module
+    _options: Options
+    _compiled: Callable[..., Any]
+
+    def __init__(self, module: torch.nn.Module, **options: Any) -> None:
+        if not isinstance(module, torch.nn.Module):
+            raise InputError(
+                f"ORTModule wraps a torch.nn.Module, not {type(module).__name__}", "give the module itself"
+            )
+        if isinstance(module, ORTModule):
+            raise InputError("the module is an ORTModule already", "use it as it is")
+        super().__init__()
+        self._link(module, Options.of(options))
+        self.training = module.training
+
+    def _link(self, module: torch.nn.Module, options: Options) -> None:
+        own = self.__dict__
+        own.update(_original=module, _options=options)
+        own["_compiled"] = torch.compile(module, backend=backend, options=options)  # type: ignore[call-overload]
+        for name in _SHARED:
+            own[name] = getattr(module, name)
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The wrapped module."""
+        return self._original
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the wrapped module returns."""
+        return self._compiled(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> ORTModule:
+        """Training mode of the wrapped module."""
+        self._original.train(mode)
+        self.training = mode
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """That of the wrapped module, under its names."""
+        return self._original.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load what ``state_dict`` of the wrapped module returns."""
+        return self._original.load_state_dict(*args, **kwargs)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> ORTModule:
+        self._original._apply(*args, **kwargs)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            original = self.__dict__.get("_original")
+            if original is None:
+                raise
+            return getattr(original, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN or "_original" not in self.__dict__ or name in self.__dict__:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._original, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__:
+            object.__delattr__(self, name)
+        else:
+            delattr(self._original, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self._original)})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k != "_compiled" and k not in _SHARED}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._link(state["_original"], state["_options"])

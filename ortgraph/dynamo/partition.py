@@ -1,0 +1,139 @@
+"""What AOTAutograd calls: a partitioner that compiles the joint graph whole, and compilers that hand out its halves.
+
+AOTAutograd wants two FX graphs from a partitioner and compiles each. Here both are compiled together, so the FX graphs
+are stand-ins that say what goes in and out: the forward one returns the results and what is saved, the backward one
+takes what is saved and the tangents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from ortgraph.dynamo.compiled_graph import CompiledGraph
+from ortgraph.dynamo.joint_graph import Argument, joint_graph
+from ortgraph.dynamo.optimized import optimized
+from ortgraph.dynamo.options import Options
+
+_COMPILED = "ortgraph_compiled"
+
+
+class Compiler:
+    """Compiles the graph that one call of the backend gets.
+
+    Args:
+        arguments: Of the function, by position.
+        options: Options.
+    """
+
+    def __init__(self, arguments: Sequence[Argument], options: Options) -> None:
+        self.arguments, self.options = arguments, options
+
+    def partition(
+        self, joint_module: GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
+    ) -> tuple[GraphModule, GraphModule]:
+        """AOTAutograd's ``partition_fn``."""
+        with real_tensors():
+            joint = joint_graph(joint_module, self.arguments, num_fwd_outputs)
+            compiled = CompiledGraph(joint, optimized(joint, self.options), threads_of(self.options))
+        return _stand_ins(joint_module, num_fwd_outputs, compiled)
+
+    def forward(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """AOTAutograd's ``fw_compiler``."""
+        return _boxed(module.meta[_COMPILED].forward)
+
+    def backward(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """AOTAutograd's ``bw_compiler``."""
+        return _boxed(module.meta[_COMPILED].backward)
+
+    def inference(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """AOTAutograd's ``inference_compiler``: a graph without backward half."""
+        with real_tensors():
+            count = len(torch.utils._pytree.tree_leaves(module.graph.output_node().args[0], is_leaf=_none))
+            joint = joint_graph(module, self.arguments, count, inference=True)
+            compiled = CompiledGraph(joint, optimized(joint, self.options), threads_of(self.options))
+        return _boxed(compiled.infer)
+
+
+@contextlib.contextmanager
+def real_tensors() -> Any:
+    """Tensors made inside are real ones, whatever AOTAutograd traces with."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily(), torch.no_grad():
+        yield
+
+
+def threads_of(options: Options) -> int:
+    """Threads of one operator."""
+    return options.threads or torch.get_num_threads()
+
+
+def _boxed(function: Callable[[list[Any]], list[Any]]) -> Callable[..., Any]:
+    """AOTAutograd's calling convention: one list, which the callee may empty."""
+
+    def call(args: list[Any]) -> list[Any]:
+        given = list(args)
+        args.clear()
+        return function(given)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def _none(value: Any) -> bool:
+    return value is None
+
+
+def _stand_ins(joint: GraphModule, num_outputs: int, compiled: CompiledGraph) -> tuple[GraphModule, GraphModule]:
+    leaves = torch.utils._pytree.tree_leaves(joint.graph.output_node().args[0], is_leaf=_none)
+    results, gradients = leaves[:num_outputs], leaves[num_outputs:]
+    placeholders = joint.graph.find_nodes(op="placeholder")
+    primals, tangents = placeholders[: len(gradients)], placeholders[len(gradients) :]
+
+    with real_tensors():
+        # why no fake tensor: it would count as a donated buffer, and retain_graph be refused
+        token = torch.empty(compiled.token_bytes, dtype=torch.uint8, device="meta")
+    forward = Graph()
+    inputs = [_placeholder(forward, n) for n in primals]
+    made = [_stand_in(forward, r) for r in results]
+    saved = [_stand_in(forward, token, "arena")]
+    saved += [inputs[i] for i in compiled.saved_args]
+    saved += [made[i] for i in compiled.saved_results]
+    forward.output((*made, *saved))
+
+    backward = Graph()
+    for node in (*saved, *tangents):
+        _placeholder(backward, node)
+    backward.output(tuple(_stand_in(backward, g) for g in gradients))
+    modules = GraphModule({}, forward), GraphModule({}, backward)
+    for module in modules:
+        module.meta[_COMPILED] = compiled
+    return modules
+
+
+def _placeholder(graph: Graph, like: Node) -> Node:
+    node = graph.placeholder(like.name)
+    node.meta = {k: v for k, v in like.meta.items() if k in ("val", "tensor_meta", "desc")}
+    return node
+
+
+def _stand_in(graph: Graph, result: Any, name: str | None = None) -> Any:
+    """A node for a result of the compiled code: it has a type and is never run."""
+    if isinstance(result, torch.Tensor):
+        node = graph.create_node("call_function", _not_run, (), name=name)
+        node.meta["val"] = result
+        return node
+    if not isinstance(result, Node):
+        return result
+    node = graph.create_node("call_function", _not_run, (), name=f"{result.name}_made")
+    node.meta = {k: v for k, v in result.meta.items() if k in ("val", "tensor_meta")}
+    return node
+
+
+def _not_run() -> None:
+    raise AssertionError("this graph is a description; the compiled function runs in its place")
