@@ -15,6 +15,7 @@ from ortgraph.errors import InputError
 from ortgraph.ops.attention import score_count
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.device_forms import DEVICE_FORMS
+from ortgraph.ops.exact_forms import EXACT_FORMS, exact_form
 from ortgraph.ops.kernels.table import BY_OPERATOR
 from ortgraph.ops.runtime_forms import RUNTIME_FORMS, STANDARD_FORMS
 from ortgraph.ops.shapes import attribute
@@ -141,7 +142,8 @@ def alternatives(node: ir.Node, target: str, kernels: bool = True) -> tuple[Alte
         kernels: Whether compiled kernels take part.
     """
     found: list[Alternative] = []
-    if kernels and has_kernel(node):
+    right = _key(node) in EXACT_FORMS and exact_form(node, target) is None  # the runtime's kernel needs no replacement
+    if kernels and has_kernel(node) and not right:
         found.append(Alternative("kernel", CPU_TARGETS, kernel_reason, _kernel, _priced("kernel")))
     if node.domain == COMPOSITE:
         forms = (RUNTIME_FORMS if target_of(target).on_cpu else DEVICE_FORMS).get(node.op_type, ())
@@ -150,7 +152,11 @@ def alternatives(node: ir.Node, target: str, kernels: bool = True) -> tuple[Alte
         form = STANDARD_FORMS.get(node.op_type)
         if form is not None:
             found.append(Alternative("runtime", form.targets, form.applies, form.build, _priced("runtime")))
-        found.append(Alternative("native", TARGETS, lambda node: None, _as_it_is, _priced("native")))
+        native = functools.partial(native_reason, target=target, kernels=kernels)
+        found.append(Alternative("native", TARGETS, native, _as_it_is, _priced("native")))
+        exact = exact_form(node, target)
+        if exact is not None and exact.build is not None:
+            found.append(Alternative("expansion", exact.targets, lambda node: None, _exact, _priced("expansion")))
     if spec_of(node).expand is not None:
         found.append(Alternative("expansion", TARGETS, lambda node: None, _expand, _priced("expansion")))
     return tuple(a for a in found if target in a.targets)
@@ -158,12 +164,27 @@ def alternatives(node: ir.Node, target: str, kernels: bool = True) -> tuple[Alte
 
 def has_choice(node: ir.Node) -> bool:
     """Whether lowering may replace an operator that the target runs already."""
-    return has_kernel(node) or (node.domain in ("", "ai.onnx") and node.op_type in STANDARD_FORMS)
+    domain, op_type = _key(node)
+    return has_kernel(node) or _key(node) in EXACT_FORMS or (domain == "" and op_type in STANDARD_FORMS)
+
+
+def native_reason(node: ir.Node, target: str, kernels: bool = True) -> str | None:
+    """Why an operator that the target runs is not left as it is: its kernel loses digits, and something else does not."""
+    exact = exact_form(node, target)
+    if exact is None:
+        return None
+    if exact.build is not None or spec_of(node).expand is not None:
+        return exact.why
+    return exact.why if kernels and has_kernel(node) and kernel_reason(node) is None else None
 
 
 def has_kernel(node: ir.Node) -> bool:
     """Whether a compiled kernel computes the node's operator, for some types and forms."""
-    return ("" if node.domain == "ai.onnx" else node.domain, node.op_type) in BY_OPERATOR
+    return _key(node) in BY_OPERATOR
+
+
+def _key(node: ir.Node) -> tuple[str, str]:
+    return "" if node.domain == "ai.onnx" else node.domain, node.op_type
 
 
 def kernel_reason(node: ir.Node) -> str | None:
@@ -185,6 +206,12 @@ def _as_it_is(builder: Builder, node: ir.Node) -> Sequence[ir.Value | None]:
 
 def _priced(name: str) -> Callable[[ir.Node, CostTable], Cost]:
     return lambda node, table: table.cost(node, name)
+
+
+def _exact(builder: Builder, node: ir.Node) -> Sequence[ir.Value | None]:
+    build = EXACT_FORMS[_key(node)].build
+    assert build is not None
+    return [build(builder, node)]
 
 
 def _expand(builder: Builder, node: ir.Node) -> Sequence[ir.Value | None]:

@@ -152,6 +152,7 @@ CASES: tuple[Case, ...] = (
     Case("DropoutGrad", _same(2), 1, {"ratio": 0.1}, booleans=frozenset({1})),
     Case("RandomUniform", lambda large: ((), ()), 1, {"node": 3, "shape": [512, 512]}, {0: 9, 1: 9}),
     Case("AdamW", _adamw, 3, {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "weight_decay": 0.01}, {1: 9}),
+    *(Case(op, _same(1), domain="") for op in ("Sigmoid", "Log", "Sqrt", "Erf", "Elu")),
     Case("Conv", _filters, attributes={"pads": [1, 1, 1, 1]}, domain=""),
     Case("MaxPool", lambda large: (_images(large),), 2, _POOL, domain=""),
     Case("Softmax", _scores(1), attributes={"axis": -1}, domain=""),

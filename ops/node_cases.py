@@ -62,7 +62,7 @@ def _elementwise() -> Iterator[Case]:
     for form in ("none", "tanh"):
         yield _case("Gelu", same(1), KERNELS, attributes={"approximate": form})
         yield _case("GeluGrad", same(2), KERNELS, attributes={"approximate": form})
-    yield _case("Silu", same(1), KERNELS)
+    yield from (_case(op, same(1), KERNELS) for op in ("Silu", "Sigmoid", "Log", "Sqrt", "Erf", "Elu"))
     yield from (_case(op, same(2), KERNELS) for op in ("SiluGrad", "TanhGrad", "SigmoidGrad", "ReluGrad"))
 
 

@@ -165,8 +165,9 @@ RUNTIME_FORMS: dict[str, tuple[RuntimeForm, ...]] = {
         RuntimeForm(_TRAINING, *_same("GeluGrad", "none")),
         RuntimeForm(_TRAINING, *_same("FastGeluGrad", "tanh")),
     ),
-    "Silu": (RuntimeForm(_BOTH, *_same("QuickGelu", alpha=1.0)),),
-    "SiluGrad": (RuntimeForm(_TRAINING, *_same("QuickGeluGrad", alpha=1.0)),),
+    # Not on a processor (exact_forms.py): for devices.
+    "Silu": (RuntimeForm((), *_same("QuickGelu", alpha=1.0)),),
+    "SiluGrad": (RuntimeForm((), *_same("QuickGeluGrad", alpha=1.0)),),
     "ReluGrad": (RuntimeForm(_TRAINING, *_same("ReluGrad")),),
     "TanhGrad": (RuntimeForm(_TRAINING, *_same("TanhGrad")),),
     "SigmoidGrad": (RuntimeForm(_TRAINING, *_same("SigmoidGrad")),),

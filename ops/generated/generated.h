@@ -6,6 +6,7 @@
 
 #include <cmath>
 
+#include "functions.h"
 #include "generator.h"
 #include "reduction.h"
 #include "vector.h"
@@ -109,20 +110,13 @@ inline float min_of(V v) {
   return minimum(v, neighbours(v))[0];
 }
 
-template <class Function>
-inline V lanes(V x, const Function& f) {
-  for (int i = 0; i < kLanes; ++i) x[i] = f(x[i]);
-  return x;
-}
 #ifdef __AVX512F__
-inline V root(V x) { return (V)_mm512_sqrt_ps((__m512)x); }
 template <int mode>
 inline V rounded(V x) { return (V)_mm512_roundscale_ps((__m512)x, mode); }
 inline V round_down(V x) { return rounded<_MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC>(x); }
 inline V round_up(V x) { return rounded<_MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC>(x); }
 inline V round_even(V x) { return rounded<_MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC>(x); }
 #else
-inline V root(V x) { return lanes(x, [](float a) { return std::sqrt(a); }); }
 inline V round_down(V x) { return lanes(x, [](float a) { return std::floor(a); }); }
 inline V round_up(V x) { return lanes(x, [](float a) { return std::ceil(a); }); }
 inline V round_even(V x) { return lanes(x, [](float a) { return std::nearbyint(a); }); }
@@ -136,26 +130,6 @@ inline V sine(V x) { return lanes(x, [](float a) { return std::sin(a); }); }
 inline V cosine(V x) { return lanes(x, [](float a) { return std::cos(a); }); }
 inline V sign(V x) { return x > 0.0f ? splat(1.0f) : x < 0.0f ? splat(-1.0f) : x; }
 
-// log(x): x = 2^e m with sqrt(1/2) <= m < sqrt(2), log m = 2 atanh(s), s = (m - 1) / (m + 1), by its series. Relative
-// error below 2e-7; 0 gives -infinity, negative numbers NaN.
-inline V logarithm(V x) {
-  const Mask tiny = x < 1.17549435e-38f;
-  const V scaled = tiny ? x * 8388608.0f : x;
-  Vi bits = reinterpret_cast<Vi>(scaled) - 0x3f3504f3;
-  const Vi exponent = bits >> 23;
-  const V m = reinterpret_cast<V>((bits & 0x7fffff) + 0x3f3504f3);
-  const V e = __builtin_convertvector(exponent, V) - (tiny ? splat(23.0f) : V{});
-  const V s = (m - 1.0f) / (m + 1.0f), z = s * s;
-  V p = splat(1.0f / 9.0f);
-  p = p * z + 1.0f / 7.0f;
-  p = p * z + 1.0f / 5.0f;
-  p = p * z + 1.0f / 3.0f;
-  const V twice = s + s;
-  V y = e * 0.693145752f + (twice + (twice * z * p + e * 1.42860677e-06f));
-  y = x == std::numeric_limits<float>::infinity() ? x : y;
-  y = x == 0.0f ? splat(-std::numeric_limits<float>::infinity()) : y;
-  return (x < 0.0f) | (x != x) ? splat(std::numeric_limits<float>::quiet_NaN()) : y;
-}
 // log(1 + x) without cancellation: Kahan's correction of the rounded sum.
 inline V log_one_plus(V x) {
   const V u = 1.0f + x;
@@ -174,25 +148,6 @@ inline V hyperbolic_tangent(V x) {
   const Mask sign_bit = reinterpret_cast<Vi>(x) & static_cast<std::int32_t>(0x80000000);
   const V signed_large = reinterpret_cast<V>(reinterpret_cast<Vi>(large) | sign_bit);
   return a < 0.625f ? small : signed_large;
-}
-
-// erf(x): its series up to 0.9, beyond it 1 - 2 Phi(-sqrt(2) |x|).
-inline V error_function(V x) {
-  const V a = magnitude(x), z = x * x;
-  V p = splat(-1.0f / 6894720.0f);
-  p = p * z + 1.0f / 685440.0f;
-  p = p * z - 1.0f / 75600.0f;
-  p = p * z + 1.0f / 9360.0f;
-  p = p * z - 1.0f / 1320.0f;
-  p = p * z + 1.0f / 216.0f;
-  p = p * z - 1.0f / 42.0f;
-  p = p * z + 1.0f / 10.0f;
-  p = p * z - 1.0f / 3.0f;
-  const V small = 1.12837917f * (x + x * z * p);
-  const V large = 1.0f - 2.0f * normal(-1.41421356f * a).cdf;
-  const Mask sign_bit = reinterpret_cast<Vi>(x) & static_cast<std::int32_t>(0x80000000);
-  const V signed_large = reinterpret_cast<V>(reinterpret_cast<Vi>(large) | sign_bit);
-  return a < 0.9f ? small : signed_large;
 }
 
 constexpr float kDensity = 0.398942280f;     // 1 / sqrt(2 pi)

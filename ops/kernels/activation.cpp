@@ -1,4 +1,5 @@
 // Element-wise activations and their gradients.
+#include "functions.h"
 #include "reduction.h"
 #include "vector.h"
 
@@ -178,6 +179,20 @@ class Gradient final : public Kernel {
   }
 };
 
+// (X) -> Y.
+class Elu final : public Kernel {
+ public:
+  explicit Elu(const Attributes& a) : alpha_(static_cast<float>(a.decimal("alpha", 1.0))) {}
+  void compute(const Context& context) const override {
+    const Tensor x = context.input(0);
+    map(context, x, context.floats(0, x.shape),
+        [&](V v) { return v > 0.0f ? v : alpha_ * exp_minus_one(smaller(V{}, v)); });
+  }
+
+ private:
+  float alpha_;
+};
+
 }  // namespace
 
 void add_activation(Definitions& to) {
@@ -187,6 +202,11 @@ void add_activation(Definitions& to) {
       {"BiasGelu", {kF, kF}, {kF}, make<BiasGelu>},
       {"BiasGeluGrad", {kF, kF, kF_}, {kF, kF_}, make<BiasGeluGrad>},
       {"Silu", {kF}, {kF}, make<Unary<silu>>},
+      {"Sigmoid", {kF}, {kF}, make<Unary<sigmoid>>},
+      {"Log", {kF}, {kF}, make<Unary<logarithm>>},
+      {"Sqrt", {kF}, {kF}, make<Unary<root>>},
+      {"Erf", {kF}, {kF}, make<Unary<error_function>>},
+      {"Elu", {kF}, {kF}, make<Elu>},
       {"SiluGrad", {kF, kF}, {kF}, make<Gradient<silu_grad>>},
       {"ReluGrad", {kF, kF}, {kF}, make<Gradient<relu_grad>>},
       {"TanhGrad", {kF, kF}, {kF}, make<Gradient<tanh_grad>>},

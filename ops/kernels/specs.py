@@ -119,13 +119,17 @@ _INFER: dict[str, InferRule] = {
     "AddLayerNormGrad": _as_composite("LayerNormGrad"),
     "Transpose": _transpose,
     "Softmax": like(0),
+    **{name: like(0) for name in ("Sigmoid", "Log", "Sqrt", "Erf", "Elu")},
     "ScaledMaskedSoftmax": like(0),
     "ScaledSoftmaxGrad": like(0),
     "CrossEntropyStatistics": _cross_entropy_statistics,
     "CrossEntropyStatisticsGrad": like(1),
     "BiasGrad": _bias_grad,
 }
-_ELEMENTWISE = frozenset({"Gelu", "GeluGrad", "Silu", "SiluGrad", "ReluGrad", "TanhGrad", "SigmoidGrad", "DropoutGrad"})
+_ELEMENTWISE = frozenset({
+    "Gelu", "GeluGrad", "Silu", "SiluGrad", "ReluGrad", "TanhGrad", "SigmoidGrad", "DropoutGrad", "Sigmoid", "Log", "Sqrt",
+    "Erf", "Elu",
+})  # fmt: skip
 _OPTIMIZERS = frozenset({"AdamW", "LAMB", "SGD", "MultiAdamW", "MultiLAMB", "MultiSGD", "EmbeddingAdamW"})
 
 

@@ -314,6 +314,13 @@ _ENTRIES = (
         doc="dX = GeluGrad(dY, X + Bias), dBias = sum of dX over rows; X is the value before the bias",
     ),
     _composite("Silu", ("X",), ("Y",), inplace=((0, 0),), doc="Y = X sigmoid(X)"),
+    KernelEntry("Sigmoid", ("X",), ("Y",), (), ((0, 0),), ("", "Sigmoid"), doc="Y = 1 / (1 + exp(-X))"),
+    KernelEntry("Log", ("X",), ("Y",), (), ((0, 0),), ("", "Log"), doc="Y = log(X)"),
+    KernelEntry("Sqrt", ("X",), ("Y",), (), ((0, 0),), ("", "Sqrt"), doc="Y = sqrt(X)"),
+    KernelEntry("Erf", ("X",), ("Y",), (), ((0, 0),), ("", "Erf"), doc="Y = erf(X)"),
+    KernelEntry(
+        "Elu", ("X",), ("Y",), ("alpha",), ((0, 0),), ("", "Elu"), doc="Y = X where X > 0, else alpha (exp(X) - 1)"
+    ),
     _gradient("SiluGrad", "X", "dX = dY s (1 + X (1 - s)), s = sigmoid(X)"),
     _gradient("ReluGrad", "Y", "dX = dY where Y > 0, else 0"),
     _gradient("TanhGrad", "Y", "dX = dY (1 - Y^2)"),

@@ -22,6 +22,7 @@ from ortgraph.ops.alternatives import (
     load_table,
 )
 from ortgraph.ops.builder import Builder
+from ortgraph.ops.exact_forms import exact_form
 from ortgraph.ops.precision import sees_low
 from ortgraph.ops.spec import COMPOSITE, GENERATED, spec_of
 from ortgraph.ops.targets import TRAINING, beside_reason, low_reason, reason_not_run, target_of
@@ -33,7 +34,8 @@ from ortgraph.runtime.inference_export import keep_evaluation_form
 class Lower(GraphPass):
     """Each composite becomes its cheapest alternative; operators that the target lacks become their expansion.
 
-    A standard operator with a compiled kernel or a faster standard form is replaced where that is cheaper.
+    A standard operator with a compiled kernel or a faster standard form is replaced where that is cheaper, one whose
+    kernel in the runtime loses digits (``ortgraph.ops.exact_forms``) always.
 
     Alternatives are an operator of the target's own (``runtime``), a compiled kernel (``kernel``) and the reference
     expansion (``expansion``), chosen per node by the cost table; equal costs go to the first. Every choice is reported
@@ -99,7 +101,9 @@ class Lower(GraphPass):
         return changes
 
     def _no_low_form(self, node: ir.Node) -> str | None:
-        """Why a composite is lowered between casts: neither a kernel nor its expansion takes low values."""
+        """Why a node is lowered between casts: neither a kernel nor its expansion takes low values."""
+        if exact_form(node, self.target) is not None:
+            return low_reason(node, self.target)
         if node.domain != COMPOSITE or spec_of(node).expands_low:
             return None
         if not target_of(self.target).on_cpu:
@@ -109,7 +113,8 @@ class Lower(GraphPass):
         return kernel_reason(node) if compiled else f"{node.op_type} has no expansion on low values"
 
     def _alternatives(self, node: ir.Node) -> tuple[Alternative, ...]:
-        return alternatives(node, target_of(self.target).text, self.kernels)
+        standard = node.domain != COMPOSITE and self.prefer in ("expansion", "runtime")
+        return alternatives(node, target_of(self.target).text, self.kernels and not standard)
 
     def _replace(
         self, node: ir.Node, table: CostTable, names: Names, reason: str | None, changes: Changes
