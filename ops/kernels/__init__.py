@@ -4,7 +4,7 @@ A graph that uses the domain needs the library in its session::
 
     options.register_custom_ops_library(str(kernels.library_path()))
 
-Every kernel gives the same bits at any number of threads: work is cut in pieces that depend on shapes only, and sums
+Every kernel gives the same bits at any number of threads: sums within a piece of work do not depend on the cut, and sums
 over pieces are added in order.
 """
 

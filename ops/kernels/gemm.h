@@ -2,8 +2,8 @@
 //
 // Y[m, n] = sum over k of A(m, k) B(k, n), cut into pieces of rows and columns. A piece packs 64 columns of B at a time
 // (casting, transposing or gathering on the way), reads rows of A where they lie or packs them too, and hands finished
-// tiles of sums to an epilogue. Blocks over k have a fixed length and are added in order, and pieces follow from the
-// shape alone, so the bits are the same at any number of threads.
+// tiles of sums to an epilogue. Blocks over k have a fixed length and are added in order: an element's bits follow from
+// its row, its column and k, whatever pieces the result is cut into, and so are the same at any number of threads.
 //
 // What `piece` is given:
 //   A: std::int64_t space_words(mn, kn)                                       that `rows` packs into
@@ -15,6 +15,8 @@
 //             void finish(m, rows, n, nn, const float* sums, std::int64_t width)        else
 // `Dense` (gemm_pack.h) is both kinds of operand.
 #pragma once
+
+#include <thread>
 
 #include "gemm_pack.h"
 #include "kernel.h"
@@ -32,6 +34,13 @@ constexpr double kPackNs = 0.08;       // an element
 constexpr double kPieceNs = 500;
 constexpr double kPartNs = 8000;       // of work that one hand-over is worth
 constexpr std::int64_t kMaxParts = 32;
+
+// Threads that a product is cut for: as many as the processor has. The session may use fewer.
+inline std::int64_t processor_threads() {
+  static const std::int64_t count =
+      std::min<std::int64_t>(std::max<std::int64_t>(std::thread::hardware_concurrency(), 1), kMaxParts);
+  return count;
+}
 
 // Steps of a block over k, in elements.
 template <class Arithmetic>
@@ -109,7 +118,8 @@ void piece(const A& a, const B& b, const Epilogue& epilogue, const Block& block,
   }
 }
 
-// How a product is cut: `rows` x `columns` of a piece. From the shape only, for two to eight threads.
+// How a product is cut: `rows` x `columns` of a piece. Every piece packs its own operands, so that few large pieces are
+// best: as many as threads have work from.
 struct Cut {
   std::int64_t rows = 1, columns = 1, row_pieces = 1, column_pieces = 1;
   std::int64_t pieces() const { return row_pieces * column_pieces; }
@@ -125,7 +135,8 @@ struct Cut {
   }
 };
 
-inline Cut cut(std::int64_t m, std::int64_t n, std::int64_t k, std::int64_t batch, bool pack_a, std::int64_t deep) {
+inline Cut cut(std::int64_t m, std::int64_t n, std::int64_t k, std::int64_t batch, bool pack_a, std::int64_t deep,
+               std::int64_t threads = processor_threads()) {
   constexpr std::int64_t counts[] = {1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128};
   const std::int64_t panels = (n + kColumns - 1) / kColumns;
   Cut best;
@@ -141,11 +152,7 @@ inline Cut cut(std::int64_t m, std::int64_t n, std::int64_t k, std::int64_t batc
       Cut cut{rows, columns, (m + rows - 1) / rows, (n + columns - 1) / columns};
       const double depth = static_cast<double>(k), r = static_cast<double>(rows), c = static_cast<double>(columns);
       const double ns = kPieceNs + r * c * depth / kMultiplyAdds + depth * kPackNs * (c + (pack_a ? r : 0));
-      double total = 0;
-      for (std::int64_t threads : {2, 8}) {
-        const std::int64_t turns = (cut.pieces() * batch + threads - 1) / threads;
-        total += ns * static_cast<double>(turns * threads);
-      }
+      const double total = ns * static_cast<double>((cut.pieces() * batch + threads - 1) / threads);
       if (best_ns < 0 || total < best_ns) best_ns = total, best = cut;
     }
   }

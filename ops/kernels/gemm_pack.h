@@ -148,7 +148,14 @@ struct Dense {
     return kWords && (Arithmetic::kDepth == 2 || rounding == Rounding::kNone) && kn % Arithmetic::kDepth == 0;
   }
 
-  bool rows_in_place(std::int64_t kn) const { return along_k && in_place(kn) && stride % Arithmetic::kDepth == 0; }
+  bool rows_in_place(std::int64_t kn) const {
+    return along_k ? in_place(kn) && stride % Arithmetic::kDepth == 0 : across_in_place(kn);
+  }
+  // Whether steps of k are read where they lie: so near to one another that they do not compete for lines of the caches.
+  bool across_in_place(std::int64_t kn) const {
+    const std::int64_t bytes = stride * static_cast<std::int64_t>(sizeof(T));
+    return !along_k && Arithmetic::kDepth == 1 && in_place(kn) && bytes <= 4096 && (bytes & -bytes) <= 1024;
+  }
   std::int64_t space_words(std::int64_t mn, std::int64_t kn) const {
     const std::int64_t steps = (kn + Arithmetic::kDepth - 1) / Arithmetic::kDepth;
     if (!along_k) return (mn + kPanelRows - 1) / kPanelRows * kPanelRows * steps;
@@ -156,6 +163,9 @@ struct Dense {
   }
   __attribute__((noinline)) Rows rows(std::int64_t m0, std::int64_t mn, std::int64_t k0, std::int64_t kn, Word* space) const {
     const std::int64_t steps = (kn + Arithmetic::kDepth - 1) / Arithmetic::kDepth;
+    if (across_in_place(kn)) {
+      return {reinterpret_cast<const Word*>(data + k0 * stride + m0), 1, stride, kPanelRows};
+    }
     if (!along_k) {
       for (std::int64_t m = 0; m < mn; m += kPanelRows) {
         pack(m0 + m, std::min<std::int64_t>(kPanelRows, mn - m), k0, kn, kPanelRows, space + m * steps);
@@ -186,11 +196,17 @@ struct Dense {
 
   Columns panel(std::int64_t n0, std::int64_t nn, std::int64_t k0, std::int64_t kn, int width, bool once,
                 Word* space) const {
-    if (once && !along_k && Arithmetic::kDepth == 1 && in_place(kn) && nn == width) {
+    if (nn == width && (across_in_place(kn) || (once && !along_k && Arithmetic::kDepth == 1 && in_place(kn)))) {
       return {reinterpret_cast<const Word*>(data + k0 * stride + n0), stride};
     }
     pack(n0, nn, k0, kn, width, space);
     return {space, width};
+  }
+
+  // Rows far apart are not foreseen by the processor. Addresses beyond the matrix do no harm.
+  static constexpr std::int64_t kAhead = 16;
+  static void fetch(const T* p, std::int64_t count) {
+    for (std::int64_t i = 0; i < count; i += 64 / static_cast<std::int64_t>(sizeof(T))) __builtin_prefetch(p + i);
   }
 
   // Words of elements [i0, i0 + in), `width` a step (a multiple of 16), zeros beyond the end.
@@ -201,6 +217,8 @@ struct Dense {
       const std::int64_t k = k0 + s * Arithmetic::kDepth;  // the last step of an odd block has one element
       const T* p = data + k * stride + i0;
       const T* next = k + 1 < k0 + kn ? p + stride : nullptr;
+      fetch(p + kAhead * stride, in);
+      if (next) fetch(next + kAhead * stride, in);
       int i = in == width ? whole_words<Arithmetic>(p, next, width, rounding, to + s * width) : 0;
       for (; i < width; i += kLanes) {
         const Vu words = words_across<Arithmetic>(p + i, next ? next + i : nullptr, static_cast<int>(in) - i, rounding);

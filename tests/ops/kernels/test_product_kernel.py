@@ -253,3 +253,21 @@ def test_scratch_bounds_grow_with_the_block_only():
         return thread_bytes(ir.node("Product", [a, b], domain="ortgraph.kernels"))
 
     assert of(8, 8, 8) < of(64, 8, 8) < of(64, 64, 64) < of(4096, 4096, 4096) == of(9999, 9999, 9999) < 1.1 * 2**20
+
+
+@pytest.mark.parametrize("types", ["fff", "bbb"])
+@pytest.mark.parametrize("trans_a", [0, 1])
+def test_bits_do_not_depend_on_pieces(types, trans_a):
+    """Rows and columns of a product are those of the whole, however each is cut; k takes two blocks."""
+    m, n, k = 300, 200, 1100
+    a, b = RNG.standard_normal((m, k)), RNG.standard_normal((k, n))
+    attributes = {"transA": trans_a, "precision": "bf16" if types == "bbb" else "fp32"}
+
+    def run(rows, columns):
+        left, right = a[rows], b[:, columns]
+        (y,) = ProductRunner(types, [left.T if trans_a else left, right], **attributes).run()
+        return y
+
+    whole = run(slice(None), slice(None))
+    for rows, columns in [(slice(0, 7), slice(None)), (slice(131, 300), slice(64, 128)), (slice(0, 299), slice(0, 192))]:
+        np.testing.assert_array_equal(run(rows, columns), whole[rows, columns])
