@@ -16,10 +16,15 @@ if TYPE_CHECKING:
     from ortgraph.dynamo.ort_module import ORTModule
     from ortgraph.manager.optimize import OptimizeResult, optimize
     from ortgraph.runtime.session import TrainingSession
+    from ortgraph.trainer import ORTSeq2SeqTrainer, ORTSeq2SeqTrainingArguments, ORTTrainer, ORTTrainingArguments
 
 __version__ = "0.1.0"
 __all__ = [
     "ORTModule",
+    "ORTSeq2SeqTrainer",
+    "ORTSeq2SeqTrainingArguments",
+    "ORTTrainer",
+    "ORTTrainingArguments",
     "OptimizeResult",
     "Signature",
     "TrainingGraph",
@@ -34,6 +39,10 @@ __all__ = [
 
 _LAZY = {
     "ORTModule": "ortgraph.dynamo.ort_module",
+    "ORTSeq2SeqTrainer": "ortgraph.trainer",
+    "ORTSeq2SeqTrainingArguments": "ortgraph.trainer",
+    "ORTTrainer": "ortgraph.trainer",
+    "ORTTrainingArguments": "ortgraph.trainer",
     "OptimizeResult": "ortgraph.manager.optimize",
     "TrainingSession": "ortgraph.runtime.session",
     "compile": "ortgraph.compiled",

@@ -16,8 +16,9 @@ from ortgraph.optim.sgd import SGD
 if TYPE_CHECKING:
     from ortgraph.optim.fp16_optimizer import FP16_Optimizer
     from ortgraph.optim.fused_adam import FusedAdam
+    from ortgraph.optim.fused_lamb import FusedLAMB
 
-_FOR_SCRIPTS = {"FusedAdam": "fused_adam", "FP16_Optimizer": "fp16_optimizer"}  # need PyTorch: imported on use
+_FOR_SCRIPTS = {"FusedAdam": "fused_adam", "FusedLAMB": "fused_lamb", "FP16_Optimizer": "fp16_optimizer"}  # need PyTorch: imported on use
 BY_TEXT: dict[str, type[Optimizer]] = {cls.TEXT: cls for cls in (AdamW, LAMB, SGD)}
 
 
@@ -40,5 +41,5 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "LAMB", "SGD", "AdamW", "FP16_Optimizer", "FusedAdam", "Group", "LossScale", "Optimizer", "parse", "schedules",
+    "LAMB", "SGD", "AdamW", "FP16_Optimizer", "FusedAdam", "FusedLAMB", "Group", "LossScale", "Optimizer", "parse", "schedules",
 ]  # fmt: skip
