@@ -17,7 +17,8 @@ import numpy as np
 import onnx_ir as ir
 
 from ortgraph.errors import InputError
-from ortgraph.ops.generated.operators import VIEWS, constant_ints
+from ortgraph.ops.generated.elementwise import VIEWS
+from ortgraph.ops.generated.reader import constant_ints
 from ortgraph.ops.shapes import attribute, normalized_axis
 from ortgraph.ops.spec import COMPOSITE, GENERATED
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-from ortgraph.ops.generated.operators import FLOATS, HANDLERS, constant_ints
+from ortgraph.ops.generated.operators import FLOATS
+from ortgraph.ops.generated.reader import HANDLERS, constant_ints
 from ortgraph.ops.shapes import attribute, given, normalized_axis, product
 from ortgraph.ops.spec import COMPOSITE
 
