@@ -26,7 +26,7 @@ _BY_CLASS = {
     "transpose": "movement", "free": "movement", "random": "element-wise", "optimizer": "optimizer",
     "gather": "movement", "scatter": "movement",
 }  # fmt: skip
-_LOSS = re.compile(r"CrossEntropy|Nll|LogSoftmax|NegativeLogLikelihood")
+_LOSS = re.compile(r"CrossEntropy|Nll|LogSoftmax|LogSumExp|NegativeLogLikelihood")
 _SCORES = re.compile(r"^(Attention|.*Softmax)")
 _UPDATES = re.compile(r"^(Multi)?(AdamW|Adam|Lamb|Sgd|SGD)|GradScale|AllFinite|SquaredNorm")
 

@@ -39,7 +39,7 @@ _TRANSCENDENTAL = frozenset({
 _SOFTMAX = frozenset({
     "Softmax", "LogSoftmax", "SoftmaxGrad", "LogSoftmaxGrad", "SoftmaxGrad_13", "LogSoftmaxGrad_13", "BiasSoftmax",
     "ScaledMaskedSoftmax", "ScaledSoftmaxGrad", "CrossEntropy", "CrossEntropyGrad", "CrossEntropyAndGrad",
-    "CrossEntropyStatistics", "CrossEntropyStatisticsGrad", "SoftmaxCrossEntropyLoss", "SoftmaxCrossEntropyLossGrad",
+    "LogSumExp", "CrossEntropyStatisticsGrad", "SoftmaxCrossEntropyLoss", "SoftmaxCrossEntropyLossGrad",
     "NllLoss", "NllLossGrad",
     "SoftmaxCrossEntropyLossInternal", "SoftmaxCrossEntropyLossInternalGrad", "Hardmax", "NegativeLogLikelihoodLoss",
     "NegativeLogLikelihoodLossInternal", "NegativeLogLikelihoodLossInternal2",

@@ -86,6 +86,7 @@ AFTER_LOWERING = ",".join(
         "fuse-attention-gradient",  # why after common subexpressions: it compares values by identity
         "fuse-masked-softmax",
         "zero-empty-rows",  # why here: it knows the softmax kernels only
+        "fuse-loss-gradient",
         "use-product-kernel",  # why here: the passes above know the standard operators only
         "use-transpose-kernel",  # why last: the passes above know the standard operator only
         "redraw-dropout",

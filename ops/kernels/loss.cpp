@@ -1,6 +1,7 @@
 // Cross-entropy over the last dimension of [N, C] and its gradient, with PyTorch's weights and ignore_index.
-#include "vector.h"
+#include <type_traits>
 
+#include "gemm_tile.h"
 #include "kernel.h"
 
 namespace ortgraph {
@@ -43,20 +44,25 @@ struct Labels {
 };
 
 // log(sum(exp(x))) and the maximum of one row, in one pass over blocks that stay in the first cache.
-inline void log_sum_exp(const float* x, std::int64_t n, float* top, float* log_sum) {
-  V best = splat(-std::numeric_limits<float>::infinity());
-  vectors(n, [&](std::int64_t i, auto span) {
-    best = larger(load(x + i, span, -std::numeric_limits<float>::infinity()), best);
-  });
+template <class T>
+void log_sum_exp(const T* x, std::int64_t n, float* top, float* log_sum) {
+  constexpr int kChains = 4;  // so that one maximum does not wait for the other
+  const float least = -std::numeric_limits<float>::infinity();
+  V chains[kChains];
+  for (V& chain : chains) chain = splat(least);
+  std::int64_t done = 0;
+  for (; done + kChains * kLanes <= n; done += kChains * kLanes) {
+    for (int c = 0; c < kChains; ++c) chains[c] = larger(load(x + done + c * kLanes, Full{}), chains[c]);
+  }
+  V best = larger(larger(chains[0], chains[1]), larger(chains[2], chains[3]));
+  vectors(n - done, [&](std::int64_t i, auto span) { best = larger(load(x + done + i, span, least), best); });
   *top = largest(best);
   V total{};
   vectors(n, [&](std::int64_t i, auto span) { total += keep(exp(load(x + i, span) - *top), span); });
   *log_sum = std::log(sum(total));
 }
 
-// (Logits [N, C], Target [N], Weight? [C]) -> (Loss, LogProb, TotalWeight).
-// With kStatistics the second output is LogSumExp [N] instead. Scratch: 4 bytes per row.
-template <bool kStatistics>
+// (Logits [N, C], Target [N], Weight? [C]) -> (Loss, LogProb, TotalWeight). Scratch: 4 bytes per row.
 class CrossEntropy final : public Kernel {
  public:
   explicit CrossEntropy(const Attributes& a) : options_(a) {}
@@ -67,7 +73,7 @@ class CrossEntropy final : public Kernel {
     const std::int64_t rows = logits.shape.dim[0], n = logits.shape.dim[1];
     const bool none = options_.reduction == Reduction::kNone;
     float* loss = context.floats(0, none ? target.shape : Shape{});
-    float* second = context.floats(1, kStatistics ? Shape{rows} : logits.shape);
+    float* second = context.floats(1, logits.shape);
     float* total_weight = context.floats(2, Shape{});
     const Scratch<float> own(none ? 0 : static_cast<std::size_t>(rows));
     float* losses = none && loss ? loss : own.data();
@@ -80,10 +86,6 @@ class CrossEntropy final : public Kernel {
         log_sum_exp(x, n, &top, &log_sum);
         losses[r] = labels.kept(r) ? -(x[labels.target[r]] - top - log_sum) * labels.factor(r) : 0.0f;
         if (!second) continue;
-        if (kStatistics) {
-          second[r] = top + log_sum;
-          continue;
-        }
         float* y = second + r * n;
         vectors(n, [&](std::int64_t i, auto span) { store(y + i, load(x + i, span) - top - log_sum, span); });
       }
@@ -101,8 +103,17 @@ class CrossEntropy final : public Kernel {
   Options options_;
 };
 
-// (dLoss, LogProb [N, C], Target, Weight?, TotalWeight?) -> dLogits.
-// With kStatistics: (dLoss, Logits, Target, Weight?, TotalWeight?, LogSumExp [N]).
+template <class T>
+void put(T* p, V x, Full) {
+  gemm::store_rounded(p, x);
+}
+template <class T>
+void put(T* p, V x, Part span) {
+  store(p, x, span);
+}
+
+// (dLoss, LogProb [N, C], Target, Weight?, TotalWeight?) -> dLogits, in float32 or bfloat16.
+// With kStatistics: (dLoss, Logits, Target, Weight?, TotalWeight?, LogSumExp), Logits in either type.
 template <bool kStatistics>
 class CrossEntropyGrad final : public Kernel {
  public:
@@ -117,28 +128,65 @@ class CrossEntropyGrad final : public Kernel {
     expect(dloss.shape.count() == (none ? rows : 1), "dLoss must be shaped like Loss");
     expect(!mean || (total && total.shape.count() == 1), "reduction 'mean' needs TotalWeight");
     if (kStatistics) expect(log_sums.shape.count() == rows, "one LogSumExp per row");
-    float* out = context.floats(0, scores.shape);
-    context.rows(rows, n, [&](std::int64_t begin, std::int64_t end) {
-      for (std::int64_t r = begin; r < end; ++r) {
-        float* dx = out + r * n;
-        if (!labels.kept(r)) {
-          std::fill(dx, dx + n, 0.0f);
-          continue;
+    const Output out = context.typed_output(0, scores.shape);
+    const auto fill = [&](const auto* all, auto* gradients) {
+      using T = std::remove_pointer_t<decltype(gradients)>;
+      context.rows(rows, n, [&](std::int64_t begin, std::int64_t end) {
+        for (std::int64_t r = begin; r < end; ++r) {
+          T* dx = gradients + r * n;
+          if (!labels.kept(r)) {
+            std::memset(dx, 0, static_cast<std::size_t>(n) * sizeof(T));
+            continue;
+          }
+          const float d = dloss.floats()[none ? r : 0];
+          const float factor = labels.factor(r) * (mean ? d / *total.floats() : d);
+          const float shift = kStatistics ? log_sums.floats()[r] : 0.0f;
+          const auto* x = all + r * n;
+          // Subtract before scaling: p - 1 is exact where p is near 1.
+          const V score = load(x + labels.target[r], Part{1});
+          const float hit = exp(score - shift)[0] - 1.0f;
+          vectors(n, [&](std::int64_t i, auto span) { put(dx + i, exp(load(x + i, span) - shift) * factor, span); });
+          store(dx + labels.target[r], splat(hit * factor), Part{1});
         }
-        const float d = dloss.floats()[none ? r : 0];
-        const float factor = labels.factor(r) * (mean ? d / *total.floats() : d);
-        const float shift = kStatistics ? log_sums.floats()[r] : 0.0f;
-        const float* x = scores.floats() + r * n;
-        // Subtract before scaling: p - 1 is exact where p is near 1.
-        const float hit = sum(exp(splat(x[labels.target[r]] - shift))) / kLanes - 1.0f;
-        vectors(n, [&](std::int64_t i, auto span) { store(dx + i, exp(load(x + i, span) - shift) * factor, span); });
-        dx[labels.target[r]] = hit * factor;
-      }
-    });
+      });
+    };
+    const auto from = [&](const auto* all) {
+      if (out.type == kBfloat16) return fill(all, static_cast<Bf16*>(out.raw));
+      fill(all, static_cast<float*>(out.raw));
+    };
+    if (scores.type == kBfloat16) return from(static_cast<const Bf16*>(scores.raw));
+    from(scores.floats());
   }
 
  private:
   Options options_;
+};
+
+// (X [..., C]) -> (log(sum(exp(X))) over the last dimension, [..., 1]), X in float32 or bfloat16. A row whose largest
+// number is infinite gives NaN, as log-softmax does.
+class LogSumExp final : public Kernel {
+ public:
+  explicit LogSumExp(const Attributes&) {}
+
+  void compute(const Context& context) const override {
+    const Tensor x = context.input(0);
+    expect(x.shape.rank >= 1, "X must have a dimension");
+    const std::int64_t n = x.shape.back();
+    Shape shape = x.shape;
+    shape.dim[shape.rank - 1] = 1;
+    float* y = context.floats(0, shape);
+    const auto each = [&](const auto* rows) {
+      context.rows(x.shape.rows(), n, [&](std::int64_t begin, std::int64_t end) {
+        for (std::int64_t r = begin; r < end; ++r) {
+          float top, log_sum;
+          log_sum_exp(rows + r * n, n, &top, &log_sum);
+          y[r] = top + log_sum;
+        }
+      });
+    };
+    if (x.type == kBfloat16) return each(static_cast<const Bf16*>(x.raw));
+    each(x.floats());
+  }
 };
 
 // (Factor, Logits [N, C], Target [N], Weight? [C]) -> (Loss?, dLogits): the sum of the losses, and the gradient, with one
@@ -197,13 +245,13 @@ class CrossEntropyAndGrad final : public Kernel {
 
 void add_loss(Definitions& to) {
   static Definition all[] = {
-      {"CrossEntropy", {kF, kI, kF_}, {kF_, kF_, kF_}, make<CrossEntropy<false>>},
-      {"CrossEntropyGrad", {kF, kF, kI, kF_, kF_}, {kF}, make<CrossEntropyGrad<false>>},
+      {"CrossEntropy", {kF, kI, kF_}, {kF_, kF_, kF_}, make<CrossEntropy>},
       {"CrossEntropyAndGrad", {kF, kF, kI, kF_}, {kF_, kF}, make<CrossEntropyAndGrad>},
-      {"CrossEntropyStatistics", {kF, kI, kF_}, {kF_, kF_, kF_}, make<CrossEntropy<true>>},
-      {"CrossEntropyStatisticsGrad", {kF, kF, kI, kF_, kF_, kF}, {kF}, make<CrossEntropyGrad<true>>},
   };
   for (Definition& definition : all) to.push_back(&definition);
+  add_variants(to, "LogSumExp", {low(0)}, {kF}, make<LogSumExp>);
+  add_variants(to, "CrossEntropyGrad", {kF, kF, kI, kF_, kF_}, {low(0)}, make<CrossEntropyGrad<false>>);
+  add_variants(to, "CrossEntropyStatisticsGrad", {kF, low(0), kI, kF_, kF_, kF}, {low(1)}, make<CrossEntropyGrad<true>>);
 }
 
 }  // namespace ortgraph

@@ -362,19 +362,20 @@ _ENTRIES = (
     ),
     _composite(
         "CrossEntropyGrad", ("dLoss", "LogProb", "Target", "Weight?", "TotalWeight?"), ("dLogits",), _LOSS, ((1, 0),),
-        integers=_TARGET, doc="dLogits = dLoss w[t] / TotalWeight (exp(LogProb) - onehot(t)) for [N, C]",
+        integers=_TARGET, low=(("dLogits",),),
+        doc="dLogits = dLoss w[t] / TotalWeight (exp(LogProb) - onehot(t)) for [N, C]",
     ),
     _composite(
         "CrossEntropyAndGrad", ("Factor", "Logits", "Target", "Weight?"), ("Loss?", "dLogits"), ("ignore_index",),
         ((1, 1),), integers=_TARGET, scratch=_per_row(1), doc="the composite for Logits [N, C], each row read once",
     ),
     KernelEntry(
-        "CrossEntropyStatistics", ("Logits", "Target", "Weight?"), ("Loss?", "LogSumExp?", "TotalWeight?"), _LOSS,
-        integers=_TARGET, scratch=_per_row(0), doc="CrossEntropy that saves LogSumExp [N] instead of LogProb [N, C]",
+        "LogSumExp", ("X",), ("Y",), low=(("X",),), doc="log(sum(exp(X))) over the last dimension, which becomes 1",
     ),
     KernelEntry(
         "CrossEntropyStatisticsGrad", ("dLoss", "Logits", "Target", "Weight?", "TotalWeight?", "LogSumExp"),
-        ("dLogits",), _LOSS, ((1, 0),), integers=_TARGET, doc="CrossEntropyGrad from Logits and LogSumExp",
+        ("dLogits",), _LOSS, ((1, 0),), integers=_TARGET, low=(("Logits",), ("dLogits",)),
+        doc="CrossEntropyGrad from Logits and LogSumExp",
     ),
     _composite(
         "Dropout", ("X", "Key", "Step"), ("Y?", "Mask?"), ("ratio", "node"), ((0, 0),), integers=_DRAW, booleans=_MASK,

@@ -28,6 +28,7 @@ TABLE: dict[str, str] = {
     "cast-precision": "ortgraph.passes.precision.cast_precision:CastPrecision",
     "legalize-precision": "ortgraph.passes.precision.legalize_precision:LegalizePrecision",
     "lower": "ortgraph.passes.lowering.lower:Lower",
+    "fuse-loss-gradient": "ortgraph.passes.lowering.fuse_loss_gradient:FuseLossGradient",
     "use-product-kernel": "ortgraph.passes.lowering.use_product_kernel:UseProductKernel",
     "use-transpose-kernel": "ortgraph.passes.lowering.use_transpose_kernel:UseTransposeKernel",
     "fuse-add-norm": "ortgraph.passes.lowering.fuse_add_norm:FuseAddNorm",

@@ -94,9 +94,9 @@ CASES = {
     "CrossEntropy": ([_SCORES, _TARGET], 3, {}),
     "CrossEntropyGrad": ([np.float32(2), _SCORES - 5, _TARGET, None, np.float32(9)], 1, {}),
     "CrossEntropyAndGrad": ([np.float32(2), _SCORES, _TARGET], 2, {}),
-    "CrossEntropyStatistics": ([_SCORES, _TARGET], 3, {}),
+    "LogSumExp": ([_SCORES], 1, {}),
     "CrossEntropyStatisticsGrad": (
-        [np.float32(2), _SCORES, _TARGET, None, np.float32(9), _f(_ROWS) + 5], 1, {},
+        [np.float32(2), _SCORES, _TARGET, None, np.float32(9), _f(_ROWS, 1) + 5], 1, {},
     ),
     "SquaredNorm": ([_f(70001), _f(3, 5), _f(_ROWS, _WIDTH)], 1, {}),
     "Product": ([_f(_ROWS, 1100), _f(1100, _WIDTH), _f(_WIDTH), _f(_ROWS, _WIDTH)], 2, {"precision": "bf16"}),
