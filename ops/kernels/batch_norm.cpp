@@ -30,10 +30,10 @@ inline const T* values(const Tensor& t) {
   return static_cast<const T*>(t.raw);
 }
 
-// Calls body(T{}) with the element type of a tensor.
+// Calls body(T{}) with an element type.
 template <class Body>
-void with_type(const Tensor& t, const Body& body) {
-  if (t.type == kBfloat16) return body(Bf16{});
+void with_type(ElementType type, const Body& body) {
+  if (type == kBfloat16) return body(Bf16{});
   body(float{});
 }
 
@@ -56,7 +56,7 @@ class BatchNorm final : public Kernel {
     float* made[4];
     for (std::size_t i = 0; i < 4; ++i) made[i] = context.floats(i + 1, Shape{p.channels});
     const double count = static_cast<double>(p.count()), ratio = p.count() > 1 ? count / (count - 1) : NAN;
-    with_type(x, [&](auto type) {
+    with_type(x.type, [&](auto type) {
       using T = decltype(type);
       p.each(context, [&](std::int64_t c) {
         double total = 0, squares = 0;
@@ -84,13 +84,15 @@ class BatchNorm final : public Kernel {
         if (made[3]) made[3][c] = inv_std;
         if (!y) return;
         const float factor = inv_std * given[0][c], bias = given[1][c];
-        for (std::int64_t n = 0; n < p.images; ++n) {
-          const T* from = values<T>(x) + p.at(n, c);
-          T* to = static_cast<T*>(y.raw) + p.at(n, c);
-          vectors(p.plane, [&](std::int64_t i, auto span) {
-            store(to + i, (load(from + i, span) - static_cast<float>(mean)) * factor + bias, span);
-          });
-        }
+        with_type(y.type, [&](auto made_type) {
+          for (std::int64_t n = 0; n < p.images; ++n) {
+            const T* from = values<T>(x) + p.at(n, c);
+            auto* to = static_cast<decltype(made_type)*>(y.raw) + p.at(n, c);
+            vectors(p.plane, [&](std::int64_t i, auto span) {
+              store(to + i, (load(from + i, span) - static_cast<float>(mean)) * factor + bias, span);
+            });
+          }
+        });
       });
     });
   }
@@ -115,46 +117,64 @@ class BatchNormGrad final : public Kernel {
            "one element per channel");
     const Output dx = context.typed_output(0, x.shape);
     float *dscale = context.floats(1, Shape{p.channels}), *dbias = context.floats(2, Shape{p.channels});
-    with_type(x, [&](auto type) {
-      using T = decltype(type);
-      p.each(context, [&](std::int64_t c) {
-        const float centre = mean.floats()[c], inv = inv_std.floats()[c];
-        double total = 0, along = 0;
-        for (std::int64_t n = 0; n < p.images; ++n) {
-          V sums{}, products{};
-          const T *g = values<T>(dy) + p.at(n, c), *from = values<T>(x) + p.at(n, c);
-          vectors(p.plane, [&](std::int64_t i, auto span) {
-            const V d = load(g + i, span);
-            sums += d;
-            products += keep(d * ((load(from + i, span) - centre) * inv), span);
-          });
-          total += sum(sums), along += sum(products);
-        }
-        if (dx) {
-          const auto mean_g = static_cast<float>(total / static_cast<double>(p.count()));
-          const auto mean_along = static_cast<float>(along / static_cast<double>(p.count()));
-          const float factor = scale.floats()[c] * inv;
-          for (std::int64_t n = 0; n < p.images; ++n) {
-            const T *g = values<T>(dy) + p.at(n, c), *from = values<T>(x) + p.at(n, c);
-            T* to = static_cast<T*>(dx.raw) + p.at(n, c);
-            vectors(p.plane, [&](std::int64_t i, auto span) {
-              const V normal = (load(from + i, span) - centre) * inv;
-              store(to + i, (load(g + i, span) - mean_g - normal * mean_along) * factor, span);
-            });
-          }
-        }
-        if (dscale) dscale[c] = static_cast<float>(along);
-        if (dbias) dbias[c] = static_cast<float>(total);
+    const Statistics s{scale.floats(), mean.floats(), inv_std.floats(), dscale, dbias};
+    with_type(dy.type, [&](auto dy_type) {
+      with_type(x.type, [&](auto x_type) {
+        p.each(context, [&](std::int64_t c) {
+          channel(p, c, values<decltype(dy_type)>(dy), values<decltype(x_type)>(x), s, dx);
+        });
       });
     });
+  }
+
+ private:
+  struct Statistics {
+    const float *scale, *mean, *inv_std;
+    float *dscale, *dbias;
+  };
+
+  template <class G, class T>
+  static void channel(const Pictures& p, std::int64_t c, const G* dy, const T* x, const Statistics& s,
+                      const Output& dx) {
+    const float centre = s.mean[c], inv = s.inv_std[c];
+    double total = 0, along = 0;
+    for (std::int64_t n = 0; n < p.images; ++n) {
+      V sums{}, products{};
+      const G* g = dy + p.at(n, c);
+      const T* from = x + p.at(n, c);
+      vectors(p.plane, [&](std::int64_t i, auto span) {
+        const V d = load(g + i, span);
+        sums += d;
+        products += keep(d * ((load(from + i, span) - centre) * inv), span);
+      });
+      total += sum(sums), along += sum(products);
+    }
+    if (dx) {
+      const auto mean_g = static_cast<float>(total / static_cast<double>(p.count()));
+      const auto mean_along = static_cast<float>(along / static_cast<double>(p.count()));
+      const float factor = s.scale[c] * inv;
+      with_type(dx.type, [&](auto made_type) {
+        for (std::int64_t n = 0; n < p.images; ++n) {
+          const G* g = dy + p.at(n, c);
+          const T* from = x + p.at(n, c);
+          auto* to = static_cast<decltype(made_type)*>(dx.raw) + p.at(n, c);
+          vectors(p.plane, [&](std::int64_t i, auto span) {
+            const V normal = (load(from + i, span) - centre) * inv;
+            store(to + i, (load(g + i, span) - mean_g - normal * mean_along) * factor, span);
+          });
+        }
+      });
+    }
+    if (s.dscale) s.dscale[c] = static_cast<float>(along);
+    if (s.dbias) s.dbias[c] = static_cast<float>(total);
   }
 };
 
 }  // namespace
 
 void add_batch_norm(Definitions& to) {
-  add_variants(to, "BatchNorm", {low(0), kF, kF, kF, kF}, {low(0, kOptional), kF_, kF_, kF_, kF_}, make<BatchNorm>);
-  add_variants(to, "BatchNormGrad", {low(0), low(0), kF, kF, kF}, {low(0, kOptional), kF_, kF_}, make<BatchNormGrad>);
+  add_variants(to, "BatchNorm", {low(0), kF, kF, kF, kF}, {low(1, kOptional), kF_, kF_, kF_, kF_}, make<BatchNorm>);
+  add_variants(to, "BatchNormGrad", {low(0), low(1), kF, kF, kF}, {low(2, kOptional), kF_, kF_}, make<BatchNormGrad>);
 }
 
 }  // namespace ortgraph

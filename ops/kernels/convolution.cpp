@@ -1,4 +1,5 @@
 // Convolution over one or two spatial dimensions.
+#include "channels_last.h"
 #include "gather.h"
 #include "winograd.h"
 
@@ -20,15 +21,19 @@ class Conv final : public Kernel {
     if (x.shape.rank == 4) shape.dim[2] = g.out_rows;
     const Output y = context.typed_output(0, shape);
     if (shape.count() == 0) return;
+    const float* const more = bias ? bias.floats() : nullptr;
+    const bool in_pairs = pairs_for(x, w, round_);
+    if (in_pairs && channels_last::fits(g.group_filters())) {
+      return channels_last::convolve<gemm::Pair>(context, g, x, w, more, round_, y);
+    }
     if (const winograd::Tiling t = winograd::tiling_of(g); winograd::has_form(g) && winograd::pays(t)) {
       float* const weights = kept(Place::kFilters, winograd::kPoints * w.shape.count() / g.taps());
       const Weights plain(context, w, round_, false);
       winograd::transform_weights(context, plain.data(), g.filters, g.channels, false, weights);
-      return winograd::convolve(context, x, t, round_, weights, bias ? bias.floats() : nullptr, y);
+      return winograd::convolve(context, x, t, round_, weights, more, y);
     }
     const Planes planes(g.group_channels(), g.padded_rows(), g.padded_columns(), g.step_x);
     float* source = kept(Place::kSource, g.images() * planes.image + kSlack);
-    const bool in_pairs = pairs_for(x, w, round_);
     const Weights weights(context, w, round_, in_pairs);
     std::vector<std::int64_t> offsets(static_cast<std::size_t>(g.depth()));
     for (std::int64_t k = 0; k < g.depth(); ++k) {

@@ -1,5 +1,7 @@
 // Gradients of convolution over one or two spatial dimensions.
+#include "channels_last.h"
 #include "gather.h"
+#include "weight_gradient.h"
 #include "winograd.h"
 
 namespace ortgraph {
@@ -100,146 +102,6 @@ class InputGradient {
   std::int64_t front_y_, front_x_, rows_, columns_;
 };
 
-// dW of one group: pixels are the length of the products, so X and dY are turned to have channels last. A run is a row
-// of
-// the window where its columns lie side by side, else one position.
-class WeightGradient {
- public:
-  explicit WeightGradient(const Window& g)
-      : g_(g), side_by_side_(g.spread_x == 1), runs_(side_by_side_ ? g.rows : g.taps()),
-        run_((side_by_side_ ? g.columns : 1) * g.group_channels()),
-            padded_run_((run_ + kLanes - 1) / kLanes * kLanes) {}
-
-  void run(const Context& context, const Tensor& dy, const Tensor& x, bool round, std::int64_t part, float* dw) const {
-    float* source = kept(Place::kSource, g_.images() * picture() + 4 * kLanes);
-    float* gradient = kept(Place::kTurned, g_.images() * g_.pixels() * filters() + kLanes);
-    std::fill(source + g_.images() * picture(), source + g_.images() * picture() + 4 * kLanes, 0.0f);
-    std::vector<std::int32_t> at(static_cast<std::size_t>(g_.images() * g_.pixels()));
-    for (std::size_t p = 0; p < at.size(); ++p) {
-      const std::int64_t image = static_cast<std::int64_t>(p) / g_.pixels(),
-          i = static_cast<std::int64_t>(p) % g_.pixels();
-      const std::int64_t row = i / g_.out_columns * g_.step_y, column = i % g_.out_columns * g_.step_x;
-      at[p] = static_cast<std::int32_t>(image * picture() + (row * g_.padded_columns() + column) * channels());
-    }
-    dw += part * filters() * g_.depth();
-    if (g_.images() >= g_.batch) {
-      turn_all(context, dy, x, round, part, 0, g_.batch, source, gradient);
-      return at_once(context, g_.batch * g_.pixels(), source, gradient, at.data(), dw);
-    }
-    float* sums = kept(Place::kSums, filters() * pitch());
-    context.elements(filters() * pitch(), [&](std::int64_t begin, std::int64_t end) { std::fill(sums + begin,
-        sums + end, 0.0f); });
-    for (std::int64_t first = 0; first < g_.batch; first += g_.images()) {
-      const std::int64_t count = std::min(g_.images(), g_.batch - first);
-      turn_all(context, dy, x, round, part, first, count, source, gradient);
-      add(context, count * g_.pixels(), source, gradient, at.data(), sums);
-    }
-    context.rows(filters(), g_.depth(), [&](std::int64_t begin, std::int64_t end) {
-      for (std::int64_t f = begin; f < end; ++f) order(sums + f * pitch(), dw + f * g_.depth());
-    });
-  }
-
- private:
-  std::int64_t filters() const { return g_.group_filters(); }
-  std::int64_t channels() const { return g_.group_channels(); }
-  std::int64_t picture() const { return g_.padded_rows() * g_.padded_columns() * channels(); }
-  std::int64_t pitch() const { return runs_ * padded_run_; }
-  std::int64_t pieces() const { return (run_ + kWidth - 1) / kWidth; }
-
-  // One filter's sums, position by position, to the order of W.
-  void order(const float* sums, float* dw) const {
-    for (std::int64_t t = 0; t < g_.taps(); ++t) {
-      const std::int64_t place = side_by_side_ ? t / g_.columns * padded_run_ + t % g_.columns * channels() : t *
-          padded_run_;
-      for (std::int64_t c = 0; c < channels(); ++c) dw[c * g_.taps() + t] = sums[place + c];
-    }
-  }
-
-  void turn_all(const Context& context, const Tensor& dy, const Tensor& x, bool round, std::int64_t part,
-                std::int64_t first, std::int64_t count, float* source, float* gradient) const {
-    const std::int64_t rows = g_.padded_rows(), columns = g_.padded_columns();
-    const std::int64_t begin = std::max<std::int64_t>(0, -g_.left), width = std::min(g_.width,
-        columns - g_.left) - begin;
-    context.parallel(static_cast<std::size_t>(count * rows), [&](std::size_t i) {
-      const std::int64_t image = static_cast<std::int64_t>(i) / rows, r = static_cast<std::int64_t>(i) % rows,
-          y = r - g_.top;
-      float* to = source + image * picture() + r * columns * channels();
-      std::fill(to, to + columns * channels(), 0.0f);
-      if (y < 0 || y >= g_.height) return;
-      const std::int64_t plane = (first + image) * g_.channels + part * channels();
-      ortgraph::turn(x, plane * g_.inputs() + y * g_.width + begin, g_.inputs(), channels(), width, round,
-                     to + (begin + g_.left) * channels(), channels());
-    });
-    constexpr std::int64_t kPixelPart = 128;
-    const std::int64_t parts = (g_.pixels() + kPixelPart - 1) / kPixelPart;
-    context.parallel(static_cast<std::size_t>(count * parts), [&](std::size_t i) {
-      const std::int64_t image = static_cast<std::int64_t>(i) / parts,
-          p = static_cast<std::int64_t>(i) % parts * kPixelPart;
-      const std::int64_t plane = (first + image) * g_.filters + part * filters();
-      ortgraph::turn(dy, plane * g_.pixels() + p, g_.pixels(), filters(), std::min(kPixelPart, g_.pixels() - p), round,
-                     gradient + (image * g_.pixels() + p) * filters(), filters());
-    });
-  }
-
-  template <int kRows, int kVectors>
-  static void panel(std::int64_t depth, const float* gradient, std::int64_t step, std::int64_t count,
-      const float* source,
-                    const std::int32_t* at, float* c, std::int64_t ldc) {
-    for (std::int64_t m = 0; m < count; m += kRows) {
-      const float* left = gradient + m;
-      tile<kRows, kVectors>(
-          depth, [&](int r, std::int64_t k) { return left[k * step + r]; },
-          [&](std::int64_t k) { return source + at[k]; }, std::min<std::int64_t>(kRows, count - m), c + m * ldc, ldc);
-    }
-  }
-
-  // sums[f][run, piece] += over all pixels, for `count` filters from `first` on.
-  void piece(std::int64_t i, std::int64_t first, std::int64_t count, std::int64_t pixels, const float* source,
-             const float* gradient, const std::int32_t* at, float* sums) const {
-    constexpr std::int64_t kPixels = 96;
-    using Panel = void (*)(std::int64_t, const float*, std::int64_t, std::int64_t, const float*, const std::int32_t*,
-                           float*, std::int64_t);
-    static constexpr Panel kPanels[] = {panel<16, 1>, panel<12, 2>, panel<8, 3>, panel<6, 4>};
-    const std::int64_t run = i / pieces(), begin = i % pieces() * kWidth, width = std::min(kWidth, padded_run_ - begin);
-    const std::int64_t row = side_by_side_ ? run : run / g_.columns, column = side_by_side_ ? 0 : run % g_.columns;
-    const std::int64_t moved = (row * g_.spread_y * g_.padded_columns() + column * g_.spread_x) * channels() + begin;
-    for (std::int64_t k = 0; k < pixels; k += kPixels) {
-      kPanels[width / kLanes - 1](std::min(kPixels, pixels - k), gradient + k * filters() + first, filters(), count,
-                                  source + moved, at + k, sums + run * padded_run_ + begin, pitch());
-    }
-  }
-
-  void add(const Context& context, std::int64_t pixels, const float* source, const float* gradient,
-           const std::int32_t* at, float* sums) const {
-    std::int64_t chunk = filters();
-    while (chunk > 48 && runs_ * pieces() * ((filters() + chunk - 1) / chunk) < 8) chunk = (chunk / 2 + 47) / 48 * 48;
-    const std::int64_t chunks = (filters() + chunk - 1) / chunk;
-    context.parallel(static_cast<std::size_t>(runs_ * pieces() * chunks), [&](std::size_t part) {
-      const std::int64_t i = static_cast<std::int64_t>(part) / chunks,
-          first = static_cast<std::int64_t>(part) % chunks * chunk;
-      piece(i, first, std::min(chunk, filters() - first), pixels, source, gradient, at, sums + first * pitch());
-    });
-  }
-
-  // All images in one go: a part makes all of its filters' rows and need not keep them.
-  void at_once(const Context& context, std::int64_t pixels, const float* source, const float* gradient,
-               const std::int32_t* at, float* dw) const {
-    const std::int64_t chunk = std::min<std::int64_t>(24, std::max<std::int64_t>(6, (filters() / 8 + 5) / 6 * 6));
-    context.parallel(static_cast<std::size_t>((filters() + chunk - 1) / chunk), [&](std::size_t part) {
-      const std::int64_t first = static_cast<std::int64_t>(part) * chunk, count = std::min(chunk, filters() - first);
-      float* sums = kept(Place::kLocal, count * pitch());
-      std::fill(sums, sums + count * pitch(), 0.0f);
-      for (std::int64_t i = 0; i < runs_ * pieces(); ++i) piece(i, first, count, pixels, source, gradient, at, sums);
-      for (std::int64_t f = 0; f < count; ++f) order(sums + f * pitch(), dw + (first + f) * g_.depth());
-    });
-  }
-
-  static constexpr std::int64_t kWidth = 4 * kLanes;  // columns of the widest tile
-  const Window& g_;
-  bool side_by_side_;
-  std::int64_t runs_, run_, padded_run_;
-};
-
 // out[f] = sum of dY over images and pixels.
 void bias_gradient(const Context& context, const Tensor& dy, const Window& g, float* out) {
   context.rows(g.filters, g.batch * g.pixels(), [&](std::int64_t begin, std::int64_t end) {
@@ -280,13 +142,16 @@ class ConvGrad final : public Kernel {
  private:
   void input_gradient(const Context& context, const Window& g, const Tensor& dy, const Tensor& w,
       const Output& dx) const {
+    const bool pairs = pairs_for(dy, w, round_), fits = channels_last::fits(g.group_channels());
+    if (pairs && fits) return channels_last::input_gradient<gemm::Pair>(context, g, dy, w, round_, dx);
     if (const auto t = winograd::turned_around(winograd::tiling_of(g)); winograd::has_form(g) && winograd::pays(t)) {
       const Weights weights(context, w, round_, false);
       float* const turned = kept(Place::kFilters, winograd::kPoints * w.shape.count() / g.taps());
       winograd::transform_weights(context, weights.data(), g.filters, g.channels, true, turned);
       return winograd::convolve(context, dy, t, round_, turned, nullptr, dx);
     }
-    const bool pairs = pairs_for(dy, w, round_);
+    const bool strided = g.step_y > 1 || g.step_x > 1;
+    if (fits && strided) return channels_last::input_gradient<gemm::Single>(context, g, dy, w, round_, dx);
     const Weights weights(context, w, round_, pairs);
     const InputGradient gradient(g, round_, pairs);
     float* source = kept(Place::kSource, g.images() * gradient.planes().image + kSlack);
@@ -296,10 +161,15 @@ class ConvGrad final : public Kernel {
   }
 
   void weight_gradient(const Context& context, const Window& g, const Tensor& dy, const Tensor& x, float* dw) const {
+    if (pairs_for(dy, x, round_)) {
+      const WeightGradient<gemm::Pair> gradient(g);
+      for (std::int64_t part = 0; part < g.group; ++part) gradient.run(context, dy, x, round_, part, dw);
+      return;
+    }
     if (const auto t = winograd::tiling_of(g); winograd::has_form(g) && winograd::pays(t)) {
       return winograd::weight_gradient(context, dy, x, t, round_, dw);
     }
-    const WeightGradient gradient(g);
+    const WeightGradient<gemm::Single> gradient(g);
     for (std::int64_t part = 0; part < g.group; ++part) gradient.run(context, dy, x, round_, part, dw);
   }
 

@@ -234,11 +234,11 @@ _ENTRIES = (
     _composite(
         "BatchNorm", ("X", "Scale", "Bias", "RunningMean", "RunningVar"),
         ("Y?", "NewMean?", "NewVar?", "SavedMean?", "SavedInvStd?"), ("epsilon", "momentum"), ((0, 0), (3, 1), (4, 2)),
-        low=(("X", "Y?"),), doc="the composite: three passes over a channel that stays in the cache",
+        low=(("X",), ("Y?",)), doc="the composite: three passes over a channel that stays in the cache",
     ),
     _composite(
         "BatchNormGrad", ("dY", "X", "Scale", "SavedMean", "SavedInvStd"), ("dX?", "dScale?", "dBias?"), (),
-        (*_BOTH, (2, 1)), low=(("dY", "X", "dX?"),), doc="the composite in two passes",
+        (*_BOTH, (2, 1)), low=(("dY",), ("X",), ("dX?",)), doc="the composite in two passes",
     ),
     KernelEntry(
         "MaxPool", ("X",), ("Y?", "Indices?"), ("kernel_shape", "strides", "pads"), implements=("", "MaxPool"),

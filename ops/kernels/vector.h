@@ -41,15 +41,24 @@ inline V load(const float* p, Full, float = 0) {
   std::memcpy(&v, p, sizeof v);
   return v;
 }
+inline void store(float* p, V v, Full) { std::memcpy(p, &v, sizeof v); }
+#ifdef __AVX512F__
+inline V load(const float* p, Part part, float fill = 0) {
+  return (V)_mm512_mask_loadu_ps((__m512)splat(fill), static_cast<__mmask16>((1u << part.lanes) - 1), p);
+}
+inline void store(float* p, V v, Part part) {
+  _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1u << part.lanes) - 1), (__m512)v);
+}
+#else
 inline V load(const float* p, Part part, float fill = 0) {
   V v = splat(fill);
   std::memcpy(&v, p, static_cast<std::size_t>(part.lanes) * sizeof(float));
   return v;
 }
-inline void store(float* p, V v, Full) { std::memcpy(p, &v, sizeof v); }
 inline void store(float* p, V v, Part part) {
   std::memcpy(p, &v, static_cast<std::size_t>(part.lanes) * sizeof(float));
 }
+#endif
 // Low-precision elements as they lie in memory. Rounding is to nearest, ties to even; NaN stays NaN.
 struct Bf16 {
   std::uint16_t bits;
@@ -89,14 +98,23 @@ inline Vh narrow(V v, Half) {
 #endif
 
 template <class T>
-inline V load_low(const T* p, int lanes, float fill) {
-  Vh bits = narrow(splat(fill), T{});
+inline Vh load_bits(const T* p, int lanes, Vh bits) {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  if (lanes < kLanes) return (Vh)_mm256_mask_loadu_epi16((__m256i)bits, static_cast<__mmask16>((1u << lanes) - 1), p);
+#endif
   std::memcpy(&bits, p, static_cast<std::size_t>(lanes) * sizeof(T));
-  return widen(bits, T{});
+  return bits;
+}
+template <class T>
+inline V load_low(const T* p, int lanes, float fill) {
+  return widen(load_bits(p, lanes, narrow(splat(fill), T{})), T{});
 }
 template <class T>
 inline void store_low(T* p, V v, int lanes) {
   const Vh bits = narrow(v, T{});
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  if (lanes < kLanes) return _mm256_mask_storeu_epi16(p, static_cast<__mmask16>((1u << lanes) - 1), (__m256i)bits);
+#endif
   std::memcpy(p, &bits, static_cast<std::size_t>(lanes) * sizeof(T));
 }
 inline V load(const Bf16* p, Full, float = 0) { return load_low(p, kLanes, 0); }

@@ -1,4 +1,5 @@
-"""Convolution kernels: which windows they take and what they allocate (``window.h`` and ``convolution.cpp``)."""
+"""Convolution kernels: which windows they take and what they allocate (``window.h``, ``channels_last.h``, ``winograd.h``,
+``weight_gradient.h``)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from ortgraph.ops.shapes import attribute, given, wanted
 
 WINDOWED = frozenset({"Conv", "ConvGrad", "MaxPool", "AveragePoolGrad"})
 _LANES, _PIXELS = 16, 512  # vector.h; window.h: pixels that are worked on at once
-_CHUNK = 24  # filters whose sums a thread keeps
+_CHUNK = 24  # weight_gradient.h: filters whose sums a thread keeps
+_SHARED, _TURNED, _SLACK = 256 << 10, 2 << 20, 64  # weight_gradient.h
+_SOURCE, _COLUMNS = 1 << 18, 64  # channels_last.h: words of images at once; gemm_tile.h: channels of a panel
 _POINTS, _PANEL, _SKEW = 16, 64, 16  # winograd.h
 _TILES, _WIDEST, _ROUND = 48, 128, 640 << 10
 _WEIGHTS, _MOST = 600, 512 * 512
@@ -158,12 +161,35 @@ def _converted(node: ir.Node, w: int) -> int:
     return 4 * (math.prod(shape) + max(shape[:2], default=0))
 
 
+def _in_pairs(node: ir.Node, a: int, b: int) -> bool:
+    """Whether both operands are bfloat16, or rounded to it."""
+    types = [v.dtype for i in (a, b) if (v := given(node, i)) is not None]
+    return attribute(node, "precision", "fp32") == "bf16" or all(t == ir.DataType.BFLOAT16 for t in types)
+
+
+def _whole(channels: int) -> int:
+    return -(-channels // _LANES) * _LANES
+
+
+def _fits(channels: int) -> bool:
+    return 4 * channels >= 3 * _whole(channels)
+
+
+def _channels_last(batch: int, sizes: Sequence[int], taps: int, channels: int, results: int, depth: int) -> int:
+    """Bytes of turned images and panels of weights."""
+    pixel = -(-channels // depth)
+    picture = math.prod(sizes) * pixel
+    return 4 * (max(1, min(batch, _SOURCE // max(picture, 1))) * picture + taps * pixel * _whole(results))
+
+
 def conv_scratch(node: ir.Node) -> int:
     """Bytes that a run of Conv allocates."""
     shapes = _shapes(node, 0, 1)
     if shapes is None:
         return 0
     g = Window.of(node, *shapes)
+    if _in_pairs(node, 0, 1) and _fits(g.filters):
+        return _channels_last(g.batch, g.padded, math.prod(g.window), g.channels, g.filters, 2)
     if tiles := g.filtered():
         return tiles.weights + _converted(node, 1)
     *rows, columns = g.padded
@@ -173,9 +199,16 @@ def conv_scratch(node: ir.Node) -> int:
 
 
 def conv_thread_scratch(node: ir.Node) -> int:
-    """Bytes that each thread of Conv keeps, where it works on tiles of 2x2 results."""
+    """Bytes that each thread of Conv keeps: of weights that it packs, or of tiles of 2x2 results."""
     shapes = _shapes(node, 0, 1)
-    tiles = None if shapes is None else Window.of(node, *shapes).filtered()
+    if shapes is None:
+        return 0
+    g = Window.of(node, *shapes)
+    if _in_pairs(node, 0, 1) and _fits(g.filters):
+        taps = math.prod(g.window)
+        chunk = min(g.channels + g.channels % 2, max(256 // taps // 2 * 2, 2))
+        return 4 * _LANES * (chunk * taps + _LANES)
+    tiles = g.filtered()
     return tiles.part if tiles else 0
 
 
@@ -185,31 +218,42 @@ def conv_grad_scratch(node: ir.Node) -> int:
     if shapes is None:
         return 0
     g = Window.of(node, *shapes)
-    return max(_for_input(node, g) if wanted(node, 0) else 0, _for_weights(g) if wanted(node, 1) else 0)
+    return max(_for_input(node, g) if wanted(node, 0) else 0, _for_weights(node, g)[0] if wanted(node, 1) else 0)
+
+
+def _input_depth(node: ir.Node, g: Window) -> int:
+    """Numbers of a word where dX is made with channels last, else 0."""
+    if not _fits(g.channels):
+        return 0
+    if _in_pairs(node, 0, 2):
+        return 2
+    return 1 if max(g.strides) > 1 else 0
 
 
 def _for_input(node: ir.Node, g: Window) -> int:
+    sizes = [_behind(g, axis) for axis in range(len(g.out))]
+    if depth := _input_depth(node, g):
+        return _channels_last(g.batch, sizes, math.prod(g.window), g.filters, g.channels, depth)
     if tiles := g.filtered(around=True):
         return tiles.weights + _converted(node, 2)
-    sizes = [_behind(g, axis) for axis in range(len(g.out))]
     source = 4 * (g.images * g.filters * math.prod(sizes) + _LANES)
     return source + 16 * g.filters * math.prod(g.window) + _converted(node, 2)
 
 
 def conv_grad_thread_scratch(node: ir.Node) -> int:
-    """Bytes that each thread of ConvGrad keeps: of tiles of 2x2 results, or the sums of its filters, where all images
-    are worked on at once."""
+    """Bytes that each thread of ConvGrad keeps: of weights that it packs, of tiles of 2x2 results, or the sums of its
+    filters."""
     shapes = _shapes(node, 1, 2)
     if shapes is None:
         return 0
     g = Window.of(node, *shapes)
-    around = g.filtered(around=True) if wanted(node, 0) else None
-    kept = around.part if around else 0
-    if not wanted(node, 1):
-        return kept
-    if tiles := g.filtered():
-        return max(kept, tiles.line)
-    return max(kept, 4 * min(_CHUNK, g.filters) * _sums(g) if g.images >= g.batch else 0)
+    kept = 0
+    if wanted(node, 0):
+        if _input_depth(node, g):
+            kept = 4 * (_COLUMNS * math.prod(g.window) + 2 * _LANES)
+        elif around := g.filtered(around=True):
+            kept = around.part
+    return max(kept, _for_weights(node, g)[1] if wanted(node, 1) else 0)
 
 
 def _sums(g: Window) -> int:
@@ -220,13 +264,18 @@ def _sums(g: Window) -> int:
     return runs * (-(-run // _LANES) * _LANES)
 
 
-def _for_weights(g: Window) -> int:
-    if tiles := g.filtered():
-        return tiles.round
-    source = g.images * math.prod(g.padded) * g.channels + 4 * _LANES
-    gradient = g.images * math.prod(g.out) * g.filters + _LANES
-    sums = 0 if g.images >= g.batch else g.filters * _sums(g)
-    return 4 * (source + gradient + sums + g.images * math.prod(g.out))
+def _for_weights(node: ir.Node, g: Window) -> tuple[int, int]:
+    """Bytes of a run and of each thread."""
+    depth = 2 if _in_pairs(node, 0, 1) else 1
+    if depth == 1 and (tiles := g.filtered()):
+        return tiles.round, tiles.line
+    words, pixels = -(-g.batch // depth), math.prod(g.out)
+    picture, sums = math.prod(g.padded) * g.channels, g.filters * _sums(g)
+    together = max(1, min(words, _TURNED // max(4 * (picture + pixels * g.filters), 1)))
+    turned = 4 * (together * (picture + pixels * g.filters + pixels) + 2 * _SLACK)
+    if words <= together and sums > _SHARED:
+        return turned, 4 * min(_CHUNK, g.filters) * _sums(g)
+    return turned + 4 * sums, 0
 
 
 def _behind(g: Window, axis: int) -> int:

@@ -170,15 +170,20 @@ LOW_FORMS = {
     "odd depth": (3, 20, (5, 3), {"pads": [2, 1, 2, 1], "strides": [2, 2]}),
     "groups": (32, 16, (3, 3), {"pads": [1] * 4, "group": 2}),
     "point": (33, 7, (1, 1), {"strides": [2, 2]}),
+    "wide": (70, 90, (3, 3), {"pads": [1] * 4}),
+    "odd groups": (26, 28, (3, 3), {"pads": [2] * 4, "dilations": [2, 1], "group": 2}),
+    "many taps": (13, 29, (7, 5), {"pads": [3, 2, 3, 2], "strides": [3, 2]}),
+    "rest unseen": (17, 48, (2, 2), {"strides": [4, 3]}),
 }
 
 
 @pytest.mark.parametrize("low", [True, False])
+@pytest.mark.parametrize("batch", [2, 3])
 @pytest.mark.parametrize("form", LOW_FORMS)
-def test_low_precision_rounds_operands_only(kernel, low, form):
+def test_low_precision_rounds_operands_only(kernel, low, batch, form):
     """With precision=bf16 float32 operands are rounded; bf16 operands are taken as they are; sums are float32."""
     channels, filters, window, options = LOW_FORMS[form]
-    x, w = f32(2, channels, 9, 8), f32(filters, channels // options.get("group", 1), *window)
+    x, w = f32(batch, channels, 9, 8), f32(filters, channels // options.get("group", 1), *window)
     rx, rw = rounded(x), rounded(w)
     (want,) = kernel("Conv", [rx, rw], 1, **options).run()
     dy = f32(*want.shape)
@@ -201,6 +206,53 @@ def test_low_precision_rounds_operands_only(kernel, low, form):
     exact = kernel("ConvGrad", [dy, x, w], 2, precision="bf16", **options).run()
     dx, dw = run_low("ConvGrad_b", [dy, x, w], [True] * 3, [True, False], options)
     assert np.array_equal(dx, rounded(exact[0])) and np.array_equal(dw, exact[1])
+
+
+PAIRED_FORMS = {  # batch, channels, size, filters
+    "sums of a thread's own": (3, 128, (3, 3), 256),
+    "several rounds of images": (9, 64, (40, 40), 48),
+    "several panels": (5, 66, (9, 12), 150),
+}
+
+
+@pytest.mark.parametrize("form", PAIRED_FORMS)
+def test_pairs_at_any_number_of_threads(kernel, form):
+    batch, channels, size, filters = PAIRED_FORMS[form]
+    x, w, dy = f32(batch, channels, *size), f32(filters, channels, 3, 3), f32(batch, filters, *size)
+    options = {"pads": [1] * 4, "precision": "bf16"}
+    runs = [
+        [
+            *kernel("Conv", [x, w], 1, threads=threads, **options).run(),
+            *kernel("ConvGrad", [dy, x, w], 2, threads=threads, **options).run(),
+        ]
+        for threads in (1, 2)
+    ]
+    wx, ww = wide(rounded(x), rounded(w))
+    y = F.conv2d(wx, ww, padding=1)
+    exact = [y, *torch.autograd.grad(y, (wx, ww), torch.tensor(rounded(dy), dtype=torch.float64))]
+    for a, b, c, length in zip(*runs, exact, (9 * channels, 9 * filters, batch * math.prod(size)), strict=True):
+        assert np.array_equal(a, b)
+        near(a, c, length)
+
+
+@pytest.mark.parametrize("image,channel", [(0, 6), (1, 7), (2, 32)])
+def test_a_pair_keeps_what_is_not_finite_to_itself(kernel, image, channel):
+    """Neither the other image nor the other channel of a pair, nor zeros beside an odd last one, take part in it."""
+    x, w, dy = f32(3, 33, 6, 7), f32(32, 33, 3, 3), f32(3, 32, 6, 7)
+    x[image, channel, 4, 4] = np.nan
+    options = {"pads": [1] * 4, "precision": "bf16"}
+    (y,) = kernel("Conv", [x, w], 1, **options).run()
+    touched = np.zeros(y.shape, bool)
+    touched[image, :, 3:6, 3:6] = True
+    assert np.array_equal(np.isnan(y), touched)
+    (dw,) = kernel("ConvGrad", [dy, x, w], 2, absent=("o0",), **options).run()
+    assert np.isnan(dw[:, channel]).all() and np.isnan(dw).sum() == dw[:, channel].size
+    channel = min(channel, 31)
+    dy[image, channel, 0, 0] = np.inf
+    (dx,) = kernel("ConvGrad", [dy, x, w], 1, **options).run()
+    touched = np.zeros(dx.shape, bool)
+    touched[image, :, :2, :2] = True
+    assert np.array_equal(~np.isfinite(dx), touched)
 
 
 def run_low(op, inputs, low_inputs, low_outputs, options):
@@ -237,6 +289,20 @@ def node_of(op, *shapes, outputs=1, **attributes):
     node = ir.node(op, values, attributes=attributes, num_outputs=outputs, domain="" if op == "Conv" else "ortgraph")
     ir.Graph(values, node.outputs, nodes=[node], opset_imports={"": 18}, name="g")
     return node
+
+
+@pytest.mark.parametrize("form", ["plain", "whole tiles", "stem", "several groups of images", "uneven"])
+def test_sizes_in_the_table_of_low_convolutions(form):
+    x, w, _, options, function = problem(form)
+    one = {k: list(v) if k != "group" else v for k, v in options.items()} | {"precision": "bf16"}
+    g = Window.of(node_of("Conv", x.shape, w.shape, **one), x.shape, w.shape)
+    node = node_of("Conv", x.shape, w.shape, **one)
+    lanes, depth = -(-g.filters // 16) * 16, -(-g.channels // 2) * math.prod(g.window)
+    assert conv_scratch(node) >= 4 * depth * lanes or 4 * g.filters < 3 * lanes
+    dy = (x.shape[0], w.shape[0], *g.out)
+    node = node_of("ConvGrad", dy, x.shape, w.shape, outputs=2, **one)
+    assert conv_grad_scratch(node) > 4 * (g.channels * math.prod(g.padded) + g.filters * math.prod(g.out))
+    assert conv_grad_thread_scratch(node) > 0 or 4 * g.channels < 3 * -(-g.channels // 16) * 16
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -302,6 +368,29 @@ def test_batch_norm_and_gradient(kernel, shape):
         assert np.array_equal(some.run()[0], grads[i])
 
 
+@pytest.mark.parametrize("low_x", [False, True])
+@pytest.mark.parametrize("low_y", [False, True])
+@pytest.mark.parametrize("low_dy", [False, True])
+def test_batch_norm_in_low_precision(kernel, low_x, low_y, low_dy):
+    """Reads and writes either type; what is between is float32, so it is the float32 kernel on the rounded values."""
+    c = 19
+    x, dy, scale, bias, mean, var = f32(3, c, 5, 7), f32(3, c, 5, 7), f32(c), f32(c), f32(c), f32(c) ** 2
+    given = rounded(x) if low_x else x
+    plain = kernel("BatchNorm", [given, scale, bias, mean, var], 5).run()
+    want = [rounded(plain[0]) if low_y else plain[0], *plain[1:]]
+    inputs = [low_x, False, False, False, False]
+    name = "BatchNorm_b" if low_y else "BatchNorm"
+    got = run_low(name, [x, scale, bias, mean, var], inputs, [low_y, False, False, False, False], {})
+    statistics = plain[3:]
+    plain = kernel("BatchNormGrad", [rounded(dy) if low_dy else dy, given, scale, *statistics], 3).run()
+    want += [rounded(plain[0]) if low_y else plain[0], *plain[1:]]
+    name = "BatchNormGrad_b" if low_y else "BatchNormGrad"
+    inputs = [low_dy, low_x, False, False, False]
+    got += run_low(name, [dy, x, scale, *statistics], inputs, [low_y, False, False], {})
+    for a, b in zip(got, want, strict=True):
+        assert np.array_equal(a, b)
+
+
 def test_batch_norm_far_from_zero(kernel):
     """The variance is that of the differences: nothing cancels at a mean of 1000."""
     x = (f32(4, 2, 30, 30) + 1000).astype(np.float32)
@@ -318,22 +407,6 @@ def test_batch_norm_keeps_not_a_number_in_its_channel(kernel):
     y, mean, *_ = kernel("BatchNorm", [x, one, zero, zero, one], 5).run()
     assert np.isnan(y[:, 2]).all() and np.isfinite(np.delete(y, 2, 1)).all()
     assert np.isnan(mean).tolist() == [False, False, True, False]
-
-
-def test_batch_norm_in_low_precision(kernel):
-    x, scale, bias, zero, one = f32(3, 7, 6, 5), f32(7), f32(7), np.zeros(7, np.float32), np.ones(7, np.float32)
-    want = kernel("BatchNorm", [rounded(x), scale, bias, zero, one], 5).run()
-    got = run_low("BatchNorm_b", [x, scale, bias, zero, one], [True] + [False] * 4, [True] + [False] * 4, {})
-    assert np.array_equal(got[0], rounded(want[0]))
-    for a, b in zip(got[1:], want[1:], strict=True):
-        assert np.array_equal(a, b)
-    dy = f32(*x.shape)
-    grads = kernel("BatchNormGrad", [rounded(dy), rounded(x), scale, want[3], want[4]], 3).run()
-    low = run_low(
-        "BatchNormGrad_b", [dy, x, scale, want[3], want[4]], [True, True] + [False] * 3, [True, False, False], {}
-    )
-    assert np.array_equal(low[0], rounded(grads[0]))
-    assert np.array_equal(low[1], grads[1]) and np.array_equal(low[2], grads[2])
 
 
 # -- pooling -----------------------------------------------------------------------------------------------------------
