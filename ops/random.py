@@ -42,6 +42,7 @@ from ortgraph.ops.shapes import (
     indicator,
     like,
     operands,
+    shape_of,
     typed,
     wanted,
 )
@@ -150,7 +151,7 @@ def _shaped(b: Builder, drawn: ir.Value, shape: Shape) -> ir.Value:
 
 
 def _expand_uniform(b: Builder, node: ir.Node) -> list[ir.Value]:
-    shape = tuple(attribute(node, "shape"))
+    shape = tuple(attribute(node, "shape")) if "shape" in node.attributes else bound_shape(node, node.outputs[0], "U")
     key, step = operands(node, 2)
     words = build_words(b, key, step, attribute(node, "node"), math.prod(shape))
     # Clear the bits that float32 cannot hold: rounding could give exactly 1.
@@ -201,7 +202,9 @@ def _dropout_types(node: ir.Node) -> Types:
 
 
 def _uniform_types(node: ir.Node) -> Types:
-    return [(ir.DataType.FLOAT, tuple(attribute(node, "shape")))]
+    if "shape" in node.attributes:
+        return [(ir.DataType.FLOAT, tuple(attribute(node, "shape")))]
+    return [(ir.DataType.FLOAT, shape_of(node.outputs[0]))]
 
 
 register(
@@ -229,6 +232,7 @@ register(
         "RandomUniform",
         infer=_uniform_types,
         expand=_expand_uniform,
+        shape_attribute="shape",
         flops=elements_flops(6),
         doc="U in [0, 1): float32 from (Key, Step, node, element index)",
     ),

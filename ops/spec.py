@@ -41,6 +41,7 @@ FAMILIES = (
     "convolution",
     "attention",
     "random",
+    "ctc",
     "optimizer",
     "contrib",
     "kernels.specs",
@@ -70,6 +71,8 @@ class OpSpec:
         infer: Output types and shapes, for operators outside the ONNX standard.
         expand: Reference expansion in standard operators.
         flops: Floating point operations of one run, from a node with static shapes.
+        shape_attribute: Attribute that holds the shape of the first output. It is absent while dimensions are symbolic,
+            and written when they are bound.
         effects: Works through more than its outputs (writes over an input, talks to the outside): never dead code.
         optional_outputs: Indices of outputs that may be absent. For ONNX standard operators the schema knows them.
         doc: One line: the equation.
@@ -90,6 +93,7 @@ class OpSpec:
     infer: InferRule | None = None
     expand: Expansion | None = None
     flops: Callable[[ir.Node], int] | None = None
+    shape_attribute: str = ""
     effects: bool = False
     optional_outputs: tuple[int, ...] = ()
     known: bool = True

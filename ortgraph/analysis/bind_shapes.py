@@ -8,6 +8,7 @@ import onnx_ir as ir
 
 from ortgraph.graph.training_graph import TrainingGraph
 from ortgraph.ops.infer import infer_node
+from ortgraph.ops.spec import COMPOSITE, KERNELS, lookup
 
 
 def is_dynamic(graph: TrainingGraph) -> bool:
@@ -42,7 +43,17 @@ def bind_shapes(graph: TrainingGraph, dims: Mapping[str, int]) -> int:
         shape = ir.Shape([bound(d) for d in value.shape])
         changed += shape != value.shape
         value.shape = shape
+    for node in graph.graph.all_nodes():
+        _write_shape(node)
     return changed
+
+
+def _write_shape(node: ir.Node) -> None:
+    """Give an operator the shape of its result, where it needs that and had none."""
+    name = lookup(COMPOSITE if node.domain == KERNELS else node.domain, node.op_type).shape_attribute
+    shape = node.outputs[0].shape if node.outputs else None
+    if name and name not in node.attributes and shape is not None and shape.is_static():
+        node.attributes[name] = ir.AttrInt64s(name, [int(d) for d in shape])  # type: ignore[arg-type]
 
 
 def _all_values(graph: ir.Graph) -> list[ir.Value]:

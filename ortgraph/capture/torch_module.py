@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ import torch
 
 from ortgraph.capture.torch_batch import Batch
 from ortgraph.capture.torch_source import ROOT
+from ortgraph.capture.torch_substitutes import Substituting
 from ortgraph.errors import CaptureError, InputError
 
 LOSS = "loss"
@@ -26,12 +28,23 @@ class Results:
 
 
 class TracedStep(torch.nn.Module):
-    """Takes the batch's tensors; returns (loss, outputs...), where only the loss and ``tangents`` carry gradients."""
+    """Takes the batch's tensors; returns (loss, outputs...), where only the loss and ``tangents`` carry gradients.
+
+    When ``traced``, functions of PyTorch that cannot be traced are replaced (``torch_substitutes``).
+    """
 
     def __init__(
-        self, module: torch.nn.Module, batch: Batch, loss: Loss, tangents: Sequence[str], results: Results
+        self,
+        module: torch.nn.Module,
+        batch: Batch,
+        loss: Loss,
+        tangents: Sequence[str],
+        results: Results,
+        *,
+        traced: bool = False,
     ) -> None:
         super().__init__()
+        self._mode = Substituting() if traced else contextlib.nullcontext()
         self.add_module(ROOT, module)
         if isinstance(loss, torch.nn.Module):
             self.add_module(LOSS, loss)
@@ -41,10 +54,11 @@ class TracedStep(torch.nn.Module):
         batch, loss, tangents, results = self._call
         args, kwargs, target = batch.rebuild(tensors)
         buffers = [(m, n, b) for m in self.modules() for n, b in m._buffers.items() if b is not None]
-        outputs = getattr(self, ROOT)(*args, **kwargs)
-        _write_assigned(buffers)
-        named = named_outputs(outputs)
-        value, name = _loss_of(loss, outputs, named, batch, tensors, target)
+        with self._mode:
+            outputs = getattr(self, ROOT)(*args, **kwargs)
+            _write_assigned(buffers)
+            named = named_outputs(outputs)
+            value, name = _loss_of(loss, outputs, named, batch, tensors, target)
         results.loss = name
         rest = {k: v for k, v in named.items() if v is not value}
         results.names = tuple(rest)

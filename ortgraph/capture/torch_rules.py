@@ -24,6 +24,9 @@ FAMILIES = (
     "pooling",
     "attention",
     "random",
+    "draws",
+    "special",
+    "ctc",
 )
 
 _RULES: dict[str, Rule] = {}

@@ -37,7 +37,7 @@ def capture_step(
     batch = read_batch(module, example_batch, criterion, has_loss=callable(loss))
     axes = read_dynamic(batch, dynamic)
     results = Results()
-    step = TracedStep(module, batch, loss, tangents, results)
+    step = TracedStep(module, batch, loss, tangents, results, traced=True)
     parameters = Tensors.of(step.named_parameters(remove_duplicate=False))
     buffers = Tensors.of(step.named_buffers(remove_duplicate=False))
     if not any(p.requires_grad for p in parameters.values.values()):

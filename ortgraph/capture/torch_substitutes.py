@@ -1,0 +1,63 @@
+"""PyTorch functions that are traced as other PyTorch code with the same results.
+
+For functions whose own implementation has no shapes without data, has no translation of its backward half, or is
+decomposed wrongly by PyTorch. The replacements are plain differentiable code, so that autograd makes their gradients.
+They stand in ``torch_substitutes_<family>.py``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.overrides import TorchFunctionMode
+
+# Called like the function that it replaces. NotImplemented leaves a call to the original.
+Replacement = Callable[..., Any]
+
+FAMILIES = ("loss", "order", "distance", "embedding", "pooling", "sampling")
+
+_TABLE: dict[Any, Replacement] = {}
+_loaded = False
+
+
+def substitute(*functions: Any) -> Callable[[Replacement], Replacement]:
+    """Register a replacement for functions of ``torch``."""
+
+    def decorate(replacement: Replacement) -> Replacement:
+        for function in functions:
+            if function in _TABLE:
+                raise ValueError(f"{function} has two replacements")
+            _TABLE[function] = replacement
+        return replacement
+
+    return decorate
+
+
+def substitutes() -> dict[Any, Replacement]:
+    """All replacements by function."""
+    global _loaded
+    if not _loaded:
+        for family in FAMILIES:
+            importlib.import_module(f"ortgraph.capture.torch_substitutes_{family}")
+        _loaded = True
+    return _TABLE
+
+
+class Substituting(TorchFunctionMode):
+    """Replaces functions while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._table = substitutes()
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        replacement = self._table.get(func)
+        if replacement is not None:
+            result = replacement(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
+        return func(*args, **(kwargs or {}))
