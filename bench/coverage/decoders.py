@@ -14,7 +14,7 @@ _GPT2 = {
 }  # fmt: skip
 _NEW = {**SIZES, **POSITIONS, "use_cache": False, "attention_dropout": DROPOUT}
 _GROUPED = {**_NEW, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
-_EXPERTS = {
+EXPERTS = {
     **_GROUPED, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
     "experts_implementation": "batched_mm",
 }  # fmt: skip
@@ -63,14 +63,14 @@ TABLE: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "stablelm": ("StableLm", ATTENTION, {**_GROUPED, **_HIDDEN}),
     "starcoder2": ("Starcoder2", ATTENTION, {**_GROUPED, "residual_dropout": DROPOUT, "embedding_dropout": DROPOUT}),
     "granite": ("Granite", ATTENTION, _GROUPED),
-    "mixtral": ("Mixtral", ("sdpa",), {**_EXPERTS, "output_router_logits": True}),
-    "qwen2-moe": ("Qwen2Moe", ("sdpa",), {**_EXPERTS, "shared_expert_intermediate_size": 24, "output_router_logits": True}),
-    "qwen3-moe": ("Qwen3Moe", ATTENTION, _EXPERTS),
-    "olmoe": ("Olmoe", ("sdpa",), _EXPERTS),
-    "gpt-oss": ("GptOss", ("eager",), {**_EXPERTS, "sliding_window": 4}),
+    "mixtral": ("Mixtral", ("sdpa",), {**EXPERTS, "output_router_logits": True}),
+    "qwen2-moe": ("Qwen2Moe", ("sdpa",), {**EXPERTS, "shared_expert_intermediate_size": 24, "output_router_logits": True}),
+    "qwen3-moe": ("Qwen3Moe", ATTENTION, EXPERTS),
+    "olmoe": ("Olmoe", ("sdpa",), EXPERTS),
+    "gpt-oss": ("GptOss", ("eager",), {**EXPERTS, "sliding_window": 4}),
     "deepseek-v3": (
         "DeepseekV3", ("sdpa",),
-        {**_EXPERTS, "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "q_lora_rank": 16,
+        {**EXPERTS, "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "q_lora_rank": 16,
          "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 1},
     ),
     "mamba": ("Mamba", (), _MAMBA),

@@ -26,7 +26,7 @@ import torch
 
 from ortgraph.errors import InputError
 
-MODULES = ("layers", "encoders", "decoders", "seq2seq", "vision", "speech", "pairs")
+MODULES = ("layers", "encoders", "decoders", "seq2seq", "vision", "speech", "pairs", "refused")
 DROPOUT = 0.1
 ATTENTION = ("eager", "sdpa")
 
@@ -40,7 +40,6 @@ class Built:
         batch: As ``ortgraph.capture`` takes it.
         loss: As ``ortgraph.capture`` takes it; None: the module returns its loss.
         dynamic: Symbolic dimensions by input; None: static.
-        others: Further batches, of other sizes in the symbolic dimensions.
         evaluation: Sub-modules that stay in evaluation mode, by name.
     """
 
@@ -48,7 +47,6 @@ class Built:
     batch: Any
     loss: Any = None
     dynamic: Mapping[str, Any] | None = None
-    others: Sequence[Any] = ()
     evaluation: tuple[str, ...] = ()
 
 
@@ -149,10 +147,13 @@ def cases(only: Sequence[str] = ()) -> tuple[Case, ...]:
 
 
 def rotating(every: Sequence[Case], key: str, count: int) -> tuple[Case, ...]:
-    """``count`` cases that ``key`` (a commit, a version, a date) chooses: the same ones for the same key."""
+    """``count`` cases that ``key`` (a commit, a version, a date) chooses: the same ones for the same key.
+
+    Of those whose packages are installed.
+    """
 
     def order(case: Case) -> str:
         return hashlib.sha256(f"{key}:{case.name}".encode()).hexdigest()
 
-    chosen = sorted(every, key=order)[:count]
+    chosen = sorted((c for c in every if not c.family.missing()), key=order)[:count]
     return tuple(c for c in every if c in chosen)

@@ -79,14 +79,15 @@ TASKS = {
     "QuestionAnswering": _question,
     "MaskedLM": _masked,
     "CausalLM": _causal,
+    "ConditionalGeneration": _causal,
     "PreTraining": _discriminator,
     "MultipleChoice": _choice,
 }
 
 
 def text_model(
-    architecture: str, task: str, attention: str = "", *, config: str = "", name: str = "", length: int = LENGTH,
-    dynamic: bool = False, **options: Any,
+    architecture: str, task: str, attention: str = "", *, config: str = "", name: str = "", padded: bool = True,
+    own_loss: bool = True, **options: Any,
 ) -> Built:  # fmt: skip
     """``<architecture>For<task>`` with a batch of its task.
 
@@ -96,16 +97,16 @@ def text_model(
         attention: Attention implementation; empty leaves the model's own.
         config: Class name of the configuration, where it is not ``<architecture>Config``.
         name: Class name of the model, where it is not ``<architecture>For<task>``.
-        length: Words in a row.
+        padded: Whether a row ends early, with an attention mask that says so.
+        own_loss: Whether the model computes the loss; else a cross entropy over its scores.
         options: Of the configuration.
     """
     if task in ("SequenceClassification", "TokenClassification"):
         options["num_labels"] = 3
-    module = model(
-        name or f"{architecture}For{task}", configured(config or f"{architecture}Config", attention, **options)
-    )
-    ids, mask = words(length=length), ends_early(length=length)
-    batch = {"input_ids": ids, "attention_mask": mask, **TASKS[task](ids, mask)}
+    settings = configured(config or f"{architecture}Config", attention, **options)
+    module = model(name or f"{architecture}For{task}", settings)
+    ids, mask = words(), ends_early() if padded else torch.ones(ROWS, LENGTH, dtype=torch.long)
+    batch = {"input_ids": ids, **({"attention_mask": mask} if padded else {}), **TASKS[task](ids, mask)}
     if task == "MultipleChoice":
         batch = {k: v if k == "labels" else v[None] for k, v in batch.items()}
-    return Built(module, batch)
+    return Built(module, batch, loss=None if own_loss else torch.nn.CrossEntropyLoss())
