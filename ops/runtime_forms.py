@@ -69,6 +69,8 @@ def _with_axis(op_type: str) -> Callable[[Builder, ir.Node], Sequence[ir.Value |
 def _layer_norm_applies(node: ir.Node) -> str | None:
     if given(node, 4) is None:
         return "LayerNormalizationGrad needs a scale"
+    if static_shape(given(node, 4)) == (1,):  # type: ignore[arg-type]
+        return "LayerNormalizationGrad stops at a scale of one number"
     return _float32(node)
 
 

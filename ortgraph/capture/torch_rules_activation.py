@@ -89,12 +89,13 @@ def _log_softmax_backward(
 @rule("elu.default")
 def _elu(t: Translation, self: ir.Value, alpha: float, scale: float, input_scale: float) -> ir.Value:
     dtype = t.out_dtype()
-    inner = self if input_scale == 1 else t.op("Mul", self, t.scalar(input_scale, dtype))
-    if scale == 1 and input_scale == 1:
-        return t.op("Elu", self, alpha=float(alpha))
-    negative = t.op("Mul", t.op("Sub", t.op("Exp", inner), t.scalar(1, dtype)), t.scalar(alpha, dtype))
-    chosen = t.op("Where", t.op("Greater", self, t.scalar(0, dtype)), self, negative)
-    return chosen if scale == 1 else t.op("Mul", chosen, t.scalar(scale, dtype))
+    if input_scale == 1:
+        made = t.op("Elu", self, alpha=float(alpha))
+        return made if scale == 1 else t.op("Mul", made, t.scalar(scale, dtype))
+    below = t.op("Mul", t.op("Min", self, t.scalar(0, dtype)), t.scalar(input_scale, dtype))
+    negative = t.op("Mul", t.op("Elu", below, alpha=1.0), t.scalar(alpha * scale, dtype))
+    positive = self if scale == 1 else t.op("Mul", self, t.scalar(scale, dtype))
+    return t.op("Where", t.op("Greater", self, t.scalar(0, dtype)), positive, negative)
 
 
 @rule("leaky_relu.default")

@@ -230,6 +230,37 @@ def _log1p(t: Translation, self: ir.Value) -> ir.Value:
     return t.op("Where", whole, x, value)
 
 
+# erfcx(a) (1 + a) by powers of (a - 3) / (a + 3), highest first, for 0 <= a <= 10.1; relative error 2e-9.
+_SCALED_ERFC = (
+    -0.000107495752, -0.000377268855, 0.000702925919, 0.00164343025, -0.00976348008, 0.0219503462, -0.0238027559,
+    -0.0102346438, 0.099020713, -0.230927353, 0.716004605,
+)  # fmt: skip
+
+
+@rule("erfc.default")
+def _erfc(t: Translation, self: ir.Value) -> ir.Value:
+    """1 - erf(x) without cancellation: exp(-a^2) erfcx(a) with a = |x|, and 2 less that for negative x."""
+    out, dtype = t.out_dtype(), ir.DataType.FLOAT
+    if out == ir.DataType.DOUBLE:
+        raise t.unsupported("erfc in double precision", "compute it in float32")
+
+    def number(value: float) -> ir.Value:
+        return t.scalar(value, dtype)
+
+    x = t.cast(self, dtype)
+    a = t.op("Min", t.op("Abs", x), number(10.1))  # erfc is 0 beyond
+    lead = t.op("Mul", t.op("Floor", t.op("Mul", a, number(16))), number(1 / 16))  # its square has no rounding error
+    rest = t.op("Mul", t.op("Sub", a, lead), t.op("Add", a, lead))
+    density = t.op("Mul", t.op("Exp", t.op("Neg", t.op("Mul", lead, lead))), t.op("Exp", t.op("Neg", rest)))
+    q = t.op("Div", t.op("Sub", a, number(3)), t.op("Add", a, number(3)))
+    scaled = number(_SCALED_ERFC[0])
+    for coefficient in _SCALED_ERFC[1:]:
+        scaled = t.op("Add", t.op("Mul", scaled, q), number(coefficient))
+    tail = t.op("Mul", density, t.op("Div", scaled, t.op("Add", a, number(1))))
+    negative = t.op("Less", x, number(0))
+    return t.cast(t.op("Where", negative, t.op("Sub", number(2), tail), tail), out)
+
+
 @rule("special_erfcx.default", "special_log_ndtr.default", "logcumsumexp.default")
 def _unstable(t: Translation, self: ir.Value, dim: int | None = None) -> ir.Value:
     raise t.unsupported("a function without a form in ONNX operators that keeps its digits", "use torch.logsigmoid or "

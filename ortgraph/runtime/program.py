@@ -293,7 +293,7 @@ class Program:
                 f"program {self.name} stopped: {text}",
                 "look for indices or labels outside their range in the batch"
                 if values
-                else "when the batch holds valid indices and labels, report this; the preset O0 may run",
+                else "when the batch holds valid indices and labels, report this; another preset may run",
             ) from error
 
     def _source(self, name: str) -> np.ndarray:

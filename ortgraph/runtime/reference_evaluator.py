@@ -86,10 +86,11 @@ def evaluate_reference(
         given[signature.loss_gradient] = np.asarray(loss_gradient, np.float32)
     given |= {name: np.asarray(value, np.float32) for name, value in signature.scalars.items()}
     shapes = {v.name: v for v in graph.graph.inputs}
-    for name in (*(s.input for s in signature.states), *signature.tangents.values()):
+    starts = {s.input: s.initial for s in signature.states} | dict.fromkeys(signature.tangents.values(), 0.0)
+    for name, start in starts.items():
         value = shapes[name]
         if name not in given and value.shape is not None and value.shape.is_static() and value.dtype is not None:
-            given[name] = np.zeros(tuple(int(d) for d in value.shape), value.dtype.numpy())  # type: ignore[arg-type]
+            given[name] = np.full(tuple(int(d) for d in value.shape), start, value.dtype.numpy())  # type: ignore[arg-type]
     wanted = set(outputs) if outputs is not None else {v.name or "" for v in graph.graph.outputs}
     return _Walk(graph, rounded).run(given, wanted)
 

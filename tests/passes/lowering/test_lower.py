@@ -200,3 +200,15 @@ def test_a_composite_that_needs_a_symbolic_size_waits_for_it():
     assert "left until sizes are bound" in outcome.refusals[0].reason
     ready = prepare(lowered, {"batch": 4}, "onnxruntime-training")
     assert not [n for n in ready.graph if n.domain == "ortgraph"]
+
+
+@pytest.mark.parametrize(("width", "form"), [(1, "expansion"), (2, "runtime")])
+def test_rows_of_one_number_are_not_given_to_the_runtimes_layer_norm_gradient(bench, width, form):
+    def body(b, *values):
+        return b.multi("LayerNormGrad", *values, outputs=3, domain="ortgraph", axis=-1)[0]
+
+    graph = bench.make(body, {"dy": (6, width), "x": (6, width), "mean": (6, 1), "inv": (6, 1), "scale": (width,)})
+    feeds = bench.feeds(graph)
+    want = bench.run(graph, feeds)[0]
+    assert dict(Lower(kernels=False, prefer="runtime")(graph.model).counts)[f"LayerNormGrad.{form}"] == 1
+    np.testing.assert_allclose(bench.run(graph, feeds)[0], want, atol=3e-6)
