@@ -88,6 +88,7 @@ AFTER_LOWERING = ",".join(
         "zero-empty-rows",  # why here: it knows the softmax kernels only
         "fuse-loss-gradient",
         "use-product-kernel",  # why here: the passes above know the standard operators only
+        "absorb-kernel-casts",  # why here: it knows kernels only
         "use-transpose-kernel",  # why last: the passes above know the standard operator only
         "redraw-dropout",
         "eliminate-identity",

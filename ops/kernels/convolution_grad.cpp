@@ -180,7 +180,7 @@ class ConvGrad final : public Kernel {
 }  // namespace
 
 void add_convolution_grad(Definitions& to) {
-  add_variants(to, "ConvGrad", {low(0), low(1), low(2)}, {low(1, kOptional), kF_, kF_}, make<ConvGrad>);
+  add_variants(to, "ConvGrad", {low(0), low(1), low(2)}, {low(3, kOptional), kF_, kF_}, make<ConvGrad>);
 }
 
 }  // namespace ortgraph

@@ -255,7 +255,7 @@ _ENTRIES = (
         doc="Y = X * W + B over one or two spatial dimensions",
     ),
     _composite(
-        "ConvGrad", ("dY", "X", "W"), ("dX?", "dW?", "dBias?"), _WINDOW, low=(("dY",), ("X", "dX?"), ("W",)),
+        "ConvGrad", ("dY", "X", "W"), ("dX?", "dW?", "dBias?"), _WINDOW, low=(("dY",), ("X",), ("W",), ("dX?",)),
         scratch=conv_grad_scratch, thread_scratch=conv_grad_thread_scratch,
         doc="the composite over one or two spatial dimensions",
     ),

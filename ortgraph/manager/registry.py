@@ -30,6 +30,7 @@ TABLE: dict[str, str] = {
     "lower": "ortgraph.passes.lowering.lower:Lower",
     "fuse-loss-gradient": "ortgraph.passes.lowering.fuse_loss_gradient:FuseLossGradient",
     "use-product-kernel": "ortgraph.passes.lowering.use_product_kernel:UseProductKernel",
+    "absorb-kernel-casts": "ortgraph.passes.lowering.absorb_kernel_casts:AbsorbKernelCasts",
     "use-transpose-kernel": "ortgraph.passes.lowering.use_transpose_kernel:UseTransposeKernel",
     "fuse-add-norm": "ortgraph.passes.lowering.fuse_add_norm:FuseAddNorm",
     "fuse-attention-gradient": "ortgraph.passes.lowering.fuse_attention_gradient:FuseAttentionGradient",
