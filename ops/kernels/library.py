@@ -8,6 +8,7 @@ under a temporary name and renamed: processes that build at the same time both e
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import hashlib
 import logging
@@ -18,7 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ortgraph.errors import RuntimeSetupError
 
@@ -81,37 +82,47 @@ def build_library(name: str, files: Sequence[pathlib.Path]) -> pathlib.Path:
     """
     compiler = find_compiler()
     options, link = flags(), ("-shared", *link_flags())
-    folder = cache_folder() / content_key(compiler, (*options, *link), files)
-    library = folder / name
+    library = cache_folder() / content_key(compiler, (*options, *link), files) / name
     if library.is_file():
         return library
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            fresh = pathlib.Path(scratch) / name
-            _compile(compiler, options, link, files, fresh)
-            os.replace(fresh, library)
-    except OSError as error:
-        raise RuntimeSetupError(
-            f"{name} cannot be written to {folder}: {error}", "set ORTGRAPH_CACHE_DIR to a writable folder"
-        ) from error
+    logger.info("compiling %s with %s %s", name, compiler, " ".join(options))
+    with written(library) as fresh:
+        objects = {unit: fresh.with_name(f"{unit.stem}.o") for unit in files if unit.suffix == ".cpp"}
+        compile_units(compiler, options, objects)
+        call(compiler, *link, *map(str, objects.values()), "-o", str(fresh))
     return library
 
 
-def _compile(
-    compiler: str, options: Sequence[str], link: Sequence[str], files: Sequence[pathlib.Path], target: pathlib.Path
-) -> None:
-    units = [path for path in files if path.suffix == ".cpp"]
-    objects = [str(target.with_name(f"{unit.stem}.o")) for unit in units]
-    logger.info("compiling %s with %s %s", target.name, compiler, " ".join(options))
+@contextlib.contextmanager
+def written(target: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A path to write to, in an empty folder of its own; renamed to ``target`` at the end.
+
+    Raises:
+        RuntimeSetupError: The folder of ``target`` cannot be written.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+            fresh = pathlib.Path(scratch, target.name)
+            yield fresh
+            os.replace(fresh, target)
+    except OSError as error:
+        raise RuntimeSetupError(
+            f"{target.name} cannot be written to {target.parent}: {error}",
+            "set ORTGRAPH_CACHE_DIR to a writable folder",
+        ) from error
+
+
+def compile_units(compiler: str, options: Sequence[str], units: Mapping[pathlib.Path, pathlib.Path]) -> None:
+    """Compile sources to the objects that they are mapped to, as many at once as there are processors.
+
+    Raises:
+        RuntimeSetupError: The compiler fails on one, or takes too long.
+    """
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        jobs = [
-            pool.submit(call, compiler, *options, "-c", str(unit), "-o", made)
-            for unit, made in zip(units, objects, strict=True)
-        ]
+        jobs = [pool.submit(call, compiler, *options, "-c", str(u), "-o", str(made)) for u, made in units.items()]
         for job in jobs:
             job.result()
-    call(compiler, *link, *objects, "-o", str(target))
 
 
 def call(compiler: str, *arguments: str) -> None:
@@ -136,13 +147,14 @@ def content_key(compiler: str, options: Sequence[str], files: Sequence[pathlib.P
     digest = hashlib.sha256()
     for path in files:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    for fact in (_version(compiler), *options, platform.machine(), *_processor()):
+    for fact in (version(compiler), *options, platform.machine(), *_processor()):
         digest.update(fact.encode() + b"\0")
     return digest.hexdigest()[:24]
 
 
 @functools.cache
-def _version(compiler: str) -> str:
+def version(compiler: str) -> str:
+    """What a compiler says of itself."""
     done = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60, check=False)
     if done.returncode != 0:
         raise RuntimeSetupError(f"{compiler} --version failed: {done.stderr[-500:]}", "set CXX to a working compiler")

@@ -79,7 +79,7 @@ def test_a_built_library_is_found_again(monkeypatch):
     def refuse(*args):
         raise AssertionError("compiled again")
 
-    monkeypatch.setattr(library, "_compile", refuse)
+    monkeypatch.setattr(library, "compile_units", refuse)
     assert library.build() == kernels.library_path()
 
 
