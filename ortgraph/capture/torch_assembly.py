@@ -93,12 +93,14 @@ class Assembly:
         self._name_inputs(tangents)
         self._reserve_outputs()
         self._bind_placeholders()
+        self.trace.graph_module.graph.eliminate_dead_code(_is_kept)  # what only checks of values read needs no rule
         for node in self.trace.graph_module.graph.nodes:
             if node.op == "call_function":
                 self.t.translate(node)
         signature = self._outputs(tangents)
         values = self._random_states()
         remove_dead(self.graph)
+        self.t.raise_obstacles()
         cut = next((n for n in self.graph if n.metadata_props.get(PHASE_KEY) == "backward"), None)
         signature = signature.replace(states=self.states, first_backward=None if cut is None else cut.name)
         order = [name for _, name in signature.graph_inputs()]
@@ -333,6 +335,12 @@ class Assembly:
         )
         seed = torch.initial_seed() & (2**63 - 1)
         return {key.name: np.asarray(seed, np.int64), step.name: np.asarray(0, np.int64)}
+
+
+def _is_kept(node: torch.fx.Node) -> bool:
+    """Whether a node of the trace stays without a reader. Draws do: their numbers count the calls of the module."""
+    random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return node.op != "call_function" or random
 
 
 def remove_dead(graph: ir.Graph) -> None:

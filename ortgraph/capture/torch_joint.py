@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 
 from ortgraph.capture.torch_lost import refuse_full_dropout, refuse_parameter_hooks, watch_lost
 from ortgraph.capture.torch_source import user_frame, user_path
-from ortgraph.errors import CaptureError, OrtgraphError
+from ortgraph.errors import CaptureError, OrtgraphError, UnsupportedError
 
 _DIMENSION = re.compile(r"L\['tensors'\]\[(\d+)\]\.size\(\)\[(\d+)\]")
 
@@ -170,6 +170,12 @@ def _input_slot(node: Node) -> Slot:
             f"the module writes into {_named(role.base_of, ())}, which shares memory with another of its tensors",
             "keep one of them, and slice or reshape it in forward()",
         )
+    if kind == "ForwardTokenAOTInput":
+        raise UnsupportedError(
+            "the module calls an operator with effects (torch.linalg's checks for errors, printing): it has no "
+            "translation to ONNX",
+            "compute torch.linalg results outside of the graph; take prints out of forward()",
+        )
     raise CaptureError(f"the joint trace has an input of kind {kind} ({role})", "report this model")
 
 
@@ -222,7 +228,12 @@ def _refusal(error: Exception, by: str, names: Sequence[str]) -> CaptureError:
     if "num_batches_tracked" in text:
         hint = "give BatchNorm a momentum: the cumulative average (momentum=None) needs the count as a number"
     elif any(word in text for word in ("data-dependent", "item()", "bool(")) or "DataDependent" in kind:
-        hint = "replace Python control flow and .item() on tensor values by torch.where or masks"
+        hint = (
+            "replace Python control flow and .item() on tensor values by torch.where or masks; where it belongs to the "
+            "loss, give loss= a function of the scores instead of labels to the module"
+        )
+        if "experts" in text:
+            hint = "set experts_implementation='batched_mm' in the model's config; else " + hint
     elif "Constraints violated" in text or "specialized" in sentence:
         hint = "leave this dimension out of dynamic=, or change the code that fixes it"
     else:

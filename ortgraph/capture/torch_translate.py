@@ -10,12 +10,13 @@ import onnx_ir as ir
 import sympy
 import torch
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 
 from ortgraph.capture.torch_dims import Dim
 from ortgraph.capture.torch_rules import rules
 from ortgraph.capture.torch_source import module_path, phase_of, source_line
 from ortgraph.capture.torch_values import GraphValues
-from ortgraph.errors import CaptureError, UnsupportedError
+from ortgraph.errors import CaptureError, OrtgraphError, UnsupportedError
 from ortgraph.graph.edit import MODULE_KEY, PHASE_KEY, SOURCE_KEY
 
 DTYPES = {
@@ -52,6 +53,8 @@ class Translation(GraphValues):
         self.draws = 0
         self.random: tuple[ir.Value, ir.Value] | None = None
         self.flat_indices: dict[ir.Value, ir.Value] = {}  # pooling indices as ONNX counts them
+        self.obstacles: dict[ir.Node, tuple[Node, UnsupportedError]] = {}
+        self._beyond: set[ir.Node] = set()  # obstacles whose results have no type or size
         self._symbols = dict(symbols)
 
     # --- values of the trace -------------------------------------------------------------------------------------
@@ -142,15 +145,67 @@ class Translation(GraphValues):
             return
         self.fx = node
         first = len(self.build.made)
-        rule = rules().get(name)
-        if rule is not None:
-            arguments = {k: self.convert(v) for k, v in call_arguments(node).items()}
-            result = rule(self, **arguments)
-        else:
-            result = self._from_library(node)
-        made = self.build.made[first:]
+        try:
+            result = self._apply_rule(node, name)
+            made = self.build.made[first:]
+            checked = self._checked(node, name, result, set(made))
+        except UnsupportedError as error:
+            self._stand_in(node, error)
+            return
         self._note_origin(node, made)
-        self.env[node] = self._checked(node, name, result, set(made))
+        self.env[node] = checked
+
+    def _apply_rule(self, node: Node, name: str) -> Any:
+        self._refuse_dtypes(node, name)
+        rule = rules().get(name)
+        if rule is None:
+            return self._from_library(node)
+        arguments = {k: self.convert(v) for k, v in call_arguments(node).items()}
+        try:
+            return rule(self, **arguments)
+        except OrtgraphError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a call that the rule was not written for, whatever it stumbles over
+            raise self.unsupported(f"this call of {name} ({type(error).__name__}: {error})") from error
+
+    def _stand_in(self, node: Node, error: UnsupportedError) -> None:
+        """Go on after an obstacle with values that nothing computes, so that every obstacle is found.
+
+        What only follows from an obstacle, because its result has no ONNX type or size, is none of its own.
+        """
+        read = [v for a in node.all_input_nodes for v in _leaves(self.env.get(a)) if isinstance(v, ir.Value)]
+        fakes = node.meta["val"]
+        several = isinstance(fakes, (tuple, list))
+        tensors = [f if isinstance(f, torch.Tensor) else None for f in (fakes if several else [fakes])]
+        stand = ir.Node("ortgraph.capture", "Obstacle", list(dict.fromkeys(read)), num_outputs=len(tensors),
+                        name=self.build.names.fresh_node("obstacle"))  # fmt: skip
+        self.graph.append(stand)
+        for value, fake in zip(stand.outputs, tensors, strict=True):
+            value.name = self.build.names.fresh("obstacle")
+            if fake is not None:
+                self.typed(value, DTYPES.get(fake.dtype, ir.DataType.FLOAT), self.dims_of(fake))
+        if not any(v.producer() in self._beyond for v in read):
+            self.obstacles[stand] = (node, error)
+        if any(f is not None and (f.dtype not in DTYPES or has_free_unbacked_symbols(f)) for f in tensors):
+            self._beyond.add(stand)
+        self.env[node] = tuple(stand.outputs) if several else stand.outputs[0]
+
+    def raise_obstacles(self) -> None:
+        """Raise one error for every obstacle that the graph still depends on; none when there is none.
+
+        A backward half is named where the forward half at its place has a translation.
+        """
+        alive = [found for stand, found in self.obstacles.items() if stand.graph is not None]
+        forward = {_place(node) for node, _ in alive if phase_of(node) == "forward"}
+        named = [error for node, error in alive if phase_of(node) == "forward" or _place(node) not in forward]
+        if named:
+            raise UnsupportedError.of(named)
+
+    def _refuse_dtypes(self, node: Node, name: str) -> None:
+        fakes = node.meta["val"]
+        for fake in fakes if isinstance(fakes, (tuple, list)) else (fakes,):
+            if isinstance(fake, torch.Tensor) and fake.dtype not in DTYPES:
+                raise self.unsupported(f"{name} of dtype {fake.dtype}", "use real float or integer tensors")
 
     def unsupported(self, what: str, hint: str = "") -> UnsupportedError:
         """The error for an operator without a rule, with its place in the user's code."""
@@ -174,6 +229,9 @@ class Translation(GraphValues):
         if "grouped_mm" in str(node.target):
             hint = "set experts_implementation='batched_mm' in the model's config"
             raise self.unsupported(f"the grouped expert product {node.target}", hint)
+        if str(node.target).startswith(("aten.linalg_", "aten._linalg_")):
+            hint = "compute it outside of the graph and give the result as an input or a buffer"
+            raise self.unsupported(f"the matrix decomposition {node.target}", hint)
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             raise self.unsupported(f"the control flow operator {node.target}", "use torch.where on tensor values")
         from ortgraph.capture.torch_library import translate_with_library
@@ -204,8 +262,6 @@ class Translation(GraphValues):
         return tuple(result)
 
     def _check_value(self, name: str, value: ir.Value, fake: torch.Tensor, made: set[ir.Node]) -> None:
-        if fake.dtype not in DTYPES:
-            raise self.unsupported(f"{name} of dtype {fake.dtype}", "use real float or integer tensors")
         dtype, dims = onnx_dtype(fake.dtype), self.dims_of(fake)
         known = value.shape is not None and value.shape.is_static()
         static = all(isinstance(d, int) for d in dims)
@@ -217,6 +273,14 @@ class Translation(GraphValues):
             )
         if value.producer() in made:
             self.typed(value, dtype, dims)
+
+
+def _place(node: Node) -> tuple[str, str]:
+    return module_path(node), source_line(node)
+
+
+def _leaves(value: Any) -> list[Any]:
+    return [v for item in value for v in _leaves(item)] if isinstance(value, (list, tuple)) else [value]
 
 
 def _overload_name(target: Any) -> str:
