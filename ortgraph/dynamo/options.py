@@ -16,6 +16,7 @@ class Options:
     Attributes:
         pipeline, precision, precision_overrides, memory_budget, passes_after, target: As in ``ortgraph.optimize``.
             ``target`` is the installed runtime when left out.
+        budget_required: Raise where a graph cannot be planned within the budget; False: plan it without one, with a warning.
         after_capture: Functions of the ``TrainingGraph``, or ``onnx_ir`` passes, applied right after translation: one, or
             a list. A function may change the graph or return another.
         threads: Threads of one operator; None means PyTorch's number (``torch.get_num_threads()``).
@@ -27,6 +28,7 @@ class Options:
     precision: str = "fp32"
     precision_overrides: Any = None
     memory_budget: str | int | None = None
+    budget_required: bool = True
     passes_after: Mapping[str, Any] | None = None
     target: str | None = None
     after_capture: Callable[..., Any] | Sequence[Any] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,22 @@ from ortgraph.errors import InputError
 
 _OWN = frozenset({"_original", "_options", "_compiled", "training"})
 _SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+
+def compiled(function: Callable[..., Any], options: Options) -> Callable[..., Any]:
+    """A function through the backend.
+
+    Dynamo counts the graphs of a code object, and hands the ninth to PyTorch: each function gets a code object of its own,
+    so that the modules of one process do not count together.
+    """
+    own = types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    return torch.compile(own, backend=backend, options=options)  # type: ignore[call-overload]
 
 
 class ORTModule(torch.nn.Module):
@@ -48,9 +65,21 @@ class ORTModule(torch.nn.Module):
     def _link(self, module: torch.nn.Module, options: Options) -> None:
         own = self.__dict__
         own.update(_original=module, _options=options)
-        own["_compiled"] = torch.compile(module, backend=backend, options=options)  # type: ignore[call-overload]
+        own["_compiled"] = compiled(self._call(), options)
         for name in _SHARED:
             own[name] = getattr(module, name)
+
+    def _call(self) -> Callable[..., Any]:
+        """What is compiled."""
+        module = self._original
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return module(*args, **kwargs)
+
+        return call
+
+    def _get_name(self) -> str:
+        return self._original._get_name()  # why: trainers choose by the name of the model's class
 
     @property
     def module(self) -> torch.nn.Module:

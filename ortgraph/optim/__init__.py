@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from ortgraph.optim.fused_adam import FusedAdam
     from ortgraph.optim.fused_lamb import FusedLAMB
 
-_FOR_SCRIPTS = {"FusedAdam": "fused_adam", "FusedLAMB": "fused_lamb", "FP16_Optimizer": "fp16_optimizer"}  # need PyTorch: imported on use
+# These need PyTorch: imported on use.
+_FOR_SCRIPTS = {"FusedAdam": "fused_adam", "FusedLAMB": "fused_lamb", "FP16_Optimizer": "fp16_optimizer"}
 BY_TEXT: dict[str, type[Optimizer]] = {cls.TEXT: cls for cls in (AdamW, LAMB, SGD)}
 
 

@@ -42,6 +42,7 @@ class _Compiler:
         onnx_log_level: Level of ortgraph's log.
     """
 
+    budget_required = True  # no field: whether memory_budget was given, and not only activation checkpointing
     precision: str | None = dataclasses.field(default=None, metadata={"help": "fp32, bf16 or fp16."})
     memory_budget: str | None = dataclasses.field(default=None, metadata={"help": "Bytes, or like 50%."})
     pipeline: str = dataclasses.field(default="O2", metadata={"help": "Preset or text of the pass pipeline."})
@@ -61,9 +62,10 @@ class _Compiler:
             raise InputError(f"onnx_log_level={self.onnx_log_level!r}", f"one of {', '.join(_LEVELS)}")
         logging.getLogger("ortgraph").setLevel(level)
         self.precision = self._chosen_precision()
-        budget = self._checkpointing_as_budget()
-        if self.memory_budget is None:
-            self.memory_budget = budget
+        checkpointed = self._without_checkpointing()
+        self.budget_required = self.memory_budget is not None
+        if checkpointed and self.memory_budget is None:
+            self.memory_budget = CHECKPOINTING_BUDGET
         if not torch.cuda.is_available():
             self.use_cpu = True  # why: else transformers refuses bf16=True on a machine without a GPU
         self._without_foreign_names()
@@ -81,14 +83,14 @@ class _Compiler:
             raise InputError(f"precision={asked!r} and {flagged}=True", "leave one of them out")
         return asked
 
-    def _checkpointing_as_budget(self) -> str | None:
-        """Activation checkpointing is the graph's matter: the budget takes its place, PyTorch's own stays off."""
+    def _without_checkpointing(self) -> bool:
+        """Whether activation checkpointing is asked for: a budget takes its place, PyTorch's own stays off."""
         flags: Any = self
         asked = any(getattr(flags, name, None) for name in ("gradient_checkpointing", "activation_checkpointing"))
         for name in ("gradient_checkpointing", "activation_checkpointing"):
             if hasattr(flags, name):
                 setattr(flags, name, None)
-        return CHECKPOINTING_BUDGET if asked else None
+        return asked
 
     def _without_foreign_names(self) -> None:
         """The checks of transformers, without what it does not know or what would cast or compile a second time."""

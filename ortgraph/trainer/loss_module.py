@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from ortgraph.dynamo.backend import backend
-from ortgraph.dynamo.options import Options
 from ortgraph.dynamo.ort_module import ORTModule
 
 
@@ -29,14 +27,13 @@ class LossModule(ORTModule):
         self.__dict__["_loss"] = loss
         super().__init__(module, **options)
 
-    def _link(self, module: torch.nn.Module, options: Options) -> None:
-        super()._link(module, options)
-        loss = self.__dict__["_loss"]
+    def _call(self) -> Callable[..., Any]:
+        module, loss = self._original, self.__dict__["_loss"]
 
         def loss_of(inputs: Mapping[str, Any], items: Any) -> torch.Tensor:
             return loss(module, inputs, items)
 
-        self.__dict__["_compiled"] = torch.compile(loss_of, backend=backend, options=options)  # type: ignore[call-overload]
+        return loss_of
 
     def forward(self, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """The loss, a scalar.

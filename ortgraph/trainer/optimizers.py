@@ -19,12 +19,17 @@ def optimizer_of(args: TrainingArguments) -> tuple[type[torch.optim.Optimizer], 
     Raises:
         InputError: ``optim_args`` cannot be read, or names what the optimizer lacks.
     """
-    adam = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-    kind, known = {
+    adam: dict[str, Any] = {
+        "lr": args.learning_rate,
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "eps": args.adam_epsilon,
+    }
+    kinds: dict[ORTOptimizerNames, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
         ORTOptimizerNames.ADAMW_ORT_FUSED: (FusedAdam, adam),
         ORTOptimizerNames.LAMB_ORT: (FusedLAMB, adam),
         ORTOptimizerNames.SGD_ORT: (torch.optim.SGD, {"lr": args.learning_rate, "foreach": True}),
-    }[ORTOptimizerNames(args.optim)]
+    }
+    kind, known = kinds[ORTOptimizerNames(args.optim)]
     return kind, {**known, **_options(args.optim_args, kind)}
 
 

@@ -65,26 +65,27 @@ class ORTTrainer(Trainer):
 
     def _compiled(self, kind: str) -> ORTModule:
         """The model's module ``"loss"``, ``"outputs"`` (of training) or ``"evaluation"``; made once per model."""
-        model, made = self._modules_of
-        if model is not self.model:
+        model: Any = self.model
+        known, made = self._modules_of
+        if known is not model:
             made = {}
-            self._modules_of = (self.model, made)
+            self._modules_of = (model, made)
         if kind not in made:
-            options = self._options(save=kind != "evaluation")
+            options = self._options(training=kind != "evaluation")
             made[kind] = (
-                LossModule(self.model, loss_of_trainer(self), **options)
-                if kind == "loss"
-                else ORTModule(self.model, **options)
+                LossModule(model, loss_of_trainer(self), **options) if kind == "loss" else ORTModule(model, **options)
             )
         return made[kind]
 
-    def _options(self, save: bool) -> dict[str, Any]:
+    def _options(self, training: bool) -> dict[str, Any]:
         args: Any = self.args
         if not isinstance(args, _Compiler):
             return {}
-        hooks = [self._save_onnx] if save and args.save_onnx and self.is_world_process_zero() else []
+        hooks = [self._save_onnx] if training and args.save_onnx and self.is_world_process_zero() else []
         options = {"pipeline": args.pipeline, "precision": args.precision, "after_capture": hooks}
-        return {**options, "memory_budget": args.memory_budget} if save else options
+        if not training:
+            return options  # nothing is kept for a backward half
+        return {**options, "memory_budget": args.memory_budget, "budget_required": args.budget_required}
 
     def _save_onnx(self, graph: TrainingGraph) -> TrainingGraph:
         """Write the first graph that is captured."""
