@@ -79,16 +79,9 @@ class Piece {
                   std::int64_t end) {
     const Rows<T> dy = s_.y.of<T>(s_.dy_data, b, h), y = s_.y.of<T>(s_.y_data, b, h);
     const float* total = s_.total + (b * s_.q.heads + h) * s_.q.rows + first;
+    along_outputs(dy, y, first, n, lanes);
     bool large = false;
     for (std::int64_t i = 0; i < lanes; ++i) {
-      V sum{};
-      if (i < n) {
-        const T *left = dy.row(first + i), *right = y.row(first + i);
-        vectors(y.width, [&](std::int64_t c, auto span) {
-          sum += F::round(load(left + c, span)) * load(right + c, span);
-        });
-      }
-      along_y_[i] = ortgraph::sum(sum);
       shift_[i] = i < n ? total[i] : kEndless;
       large |= std::abs(shift_[i]) > kLargeTotal && shift_[i] != kEndless;
     }
@@ -108,6 +101,32 @@ class Piece {
       const bool again = std::abs(shift_[i]) > kLargeTotal && shift_[i] != kEndless;
       if (again) shift_[i] = top[i];
       factor_[i] = again ? 1.0f / sums[i] : 1.0f;
+    }
+  }
+
+  // sum(dY Y) in the order in which products sum dY V: where one key has all the weight they are equal, and scores that
+  // large numbers made leave no rounding error that is multiplied with those numbers.
+  void along_outputs(const Rows<T>& dy, const Rows<T>& y, std::int64_t first, std::int64_t n, std::int64_t lanes) {
+    if (F::kPair == 1 && e_ <= kKeys) {
+      pack_turned<F>(y, first, n, scores_, lanes);
+      for (std::int64_t lane = 0; lane < lanes; lane += kLanes) {
+        V sum{};
+        for (std::int64_t c = 0; c < e_; ++c) {
+          sum += load(scores_ + c * lanes + lane, Full{}) * load(dy_turned_ + c * lanes + lane, Full{});
+        }
+        store(along_y_ + lane, sum, Full{});
+      }
+      return;
+    }
+    for (std::int64_t i = 0; i < lanes; ++i) {
+      V sum{};
+      if (i < n) {
+        const T *left = dy.row(first + i), *right = y.row(first + i);
+        vectors(y.width, [&](std::int64_t c, auto span) {
+          sum += F::round(load(left + c, span)) * load(right + c, span);
+        });
+      }
+      along_y_[i] = ortgraph::sum(sum);
     }
   }
 

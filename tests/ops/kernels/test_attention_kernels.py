@@ -242,3 +242,31 @@ def test_wrong_shapes_are_refused(kernel, change, words):
     inputs = [np.zeros(s, np.float32) for s in shapes.values()]
     with pytest.raises(Exception, match=words):
         kernel("Attention", inputs, 2).run()
+
+
+@pytest.mark.parametrize("width", [8, 24, 64])
+@pytest.mark.parametrize("masked", [False, True])
+def test_saturated_scores_leave_no_rounding_in_the_gradient(kernel, width, masked):
+    """One key has all the weight: dQ and dK are what is left of sum(dY Y) - dY V, times scores of the order of 1e5."""
+    rng = np.random.default_rng(3)
+    shape = (2, 2, 150, width)
+    q, k, v, dy = (rng.standard_normal(shape).astype(np.float32) for _ in range(4))
+    best = rng.integers(0, shape[2], shape[:3])
+    k *= 1000 / np.linalg.norm(k, axis=-1, keepdims=True)
+    q = np.take_along_axis(k, best[..., None], 2)  # each query is its key: all other scores are far below
+    mask = np.where(rng.random((2, 1, 1, 150)) < 0.3, np.float32(-3e38), np.float32(0)) if masked else None
+    inputs = [q, k, v, mask]
+    y, total = kernel("Attention", inputs, 2).run()
+    dq, dk, dv = kernel("AttentionGrad", [dy, q, k, v, y, total, mask], 3).run()
+    scores = q.astype(np.float64) @ k.astype(np.float64).swapaxes(-1, -2) / np.sqrt(width) + (
+        0 if mask is None else mask
+    )
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    dp = dy.astype(np.float64) @ v.astype(np.float64).swapaxes(-1, -2)
+    ds = p * (dp - (p * dp).sum(-1, keepdims=True)) / np.sqrt(width)
+    sure = p.max(-1) == 1.0  # in float64, too
+    assert sure.mean() > 0.5
+    exact = ds @ k.astype(np.float64)
+    assert np.abs(dq[sure]).max() < 1e-20 and np.abs(exact[sure]).max() < 1e-9
+    np.testing.assert_allclose(dv, p.swapaxes(-1, -2) @ dy, rtol=1e-3, atol=2e-2)
