@@ -1,6 +1,7 @@
 // Convolution over one or two spatial dimensions.
 #include "channels_last.h"
 #include "gather.h"
+#include "small_groups.h"
 #include "winograd.h"
 
 namespace ortgraph {
@@ -22,6 +23,7 @@ class Conv final : public Kernel {
     const Output y = context.typed_output(0, shape);
     if (shape.count() == 0) return;
     const float* const more = bias ? bias.floats() : nullptr;
+    if (small_groups::fits(g)) return small_groups::convolve(context, g, x, w, more, round_, y);
     const bool in_pairs = pairs_for(x, w, round_);
     if (in_pairs && channels_last::fits(g.group_filters())) {
       return channels_last::convolve<gemm::Pair>(context, g, x, w, more, round_, y);

@@ -1,6 +1,7 @@
 // Gradients of convolution over one or two spatial dimensions.
 #include "channels_last.h"
 #include "gather.h"
+#include "small_groups.h"
 #include "weight_gradient.h"
 #include "winograd.h"
 
@@ -142,6 +143,7 @@ class ConvGrad final : public Kernel {
  private:
   void input_gradient(const Context& context, const Window& g, const Tensor& dy, const Tensor& w,
       const Output& dx) const {
+    if (small_groups::fits(g)) return small_groups::InputGradient(g, round_).run(context, dy, w, dx);
     const bool pairs = pairs_for(dy, w, round_), fits = channels_last::fits(g.group_channels());
     if (pairs && fits) return channels_last::input_gradient<gemm::Pair>(context, g, dy, w, round_, dx);
     if (const auto t = winograd::turned_around(winograd::tiling_of(g)); winograd::has_form(g) && winograd::pays(t)) {
@@ -161,6 +163,7 @@ class ConvGrad final : public Kernel {
   }
 
   void weight_gradient(const Context& context, const Window& g, const Tensor& dy, const Tensor& x, float* dw) const {
+    if (small_groups::fits(g)) return small_groups::weight_gradient(context, g, dy, x, round_, dw);
     if (pairs_for(dy, x, round_)) {
       const WeightGradient<gemm::Pair> gradient(g);
       for (std::int64_t part = 0; part < g.group; ++part) gradient.run(context, dy, x, round_, part, dw);

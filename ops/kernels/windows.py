@@ -20,7 +20,7 @@ _SOURCE, _COLUMNS = 1 << 18, 64  # channels_last.h: words of images at once; gem
 _POINTS, _PANEL, _SKEW = 16, 64, 16  # winograd.h
 _TILES, _WIDEST, _ROUND = 48, 128, 640 << 10
 _WEIGHTS, _MOST = 600, 512 * 512
-_FEWEST = 8  # channels of a group below which products are too narrow to gain
+_FEWEST, _BEYOND = 8, 80  # small_groups.h
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +62,11 @@ class Window:
         out = tuple(max((n + pads[i] + pads[i + dims] - spans[i]) // strides[i] + 1, 0) for i, n in enumerate(x[2:]))
         group = attribute(node, "group", 1)
         return Window(x[0], w[1], w[0] // group, tuple(x[2:]), tuple(w[2:]), strides, spreads, pads, out, group)
+
+    @property
+    def in_small_groups(self) -> bool:
+        """Whether planes are added up as they lie (``small_groups.h``)."""
+        return self.group > 1 and min(self.channels, self.filters) < _FEWEST
 
     @property
     def images(self) -> int:
@@ -188,6 +193,8 @@ def conv_scratch(node: ir.Node) -> int:
     if shapes is None:
         return 0
     g = Window.of(node, *shapes)
+    if g.in_small_groups:
+        return 0
     if _in_pairs(node, 0, 1) and _fits(g.filters):
         return _channels_last(g.batch, g.padded, math.prod(g.window), g.channels, g.filters, 2)
     if tiles := g.filtered():
@@ -204,6 +211,9 @@ def conv_thread_scratch(node: ir.Node) -> int:
     if shapes is None:
         return 0
     g = Window.of(node, *shapes)
+    if g.in_small_groups:
+        weights = g.filters * g.channels * math.prod(g.window)
+        return 4 * (g.channels * _grid(g) + weights + _made(g) + _LANES + g.size[-1])
     if _in_pairs(node, 0, 1) and _fits(g.filters):
         taps = math.prod(g.window)
         chunk = min(g.channels + g.channels % 2, max(256 // taps // 2 * 2, 2))
@@ -218,6 +228,8 @@ def conv_grad_scratch(node: ir.Node) -> int:
     if shapes is None:
         return 0
     g = Window.of(node, *shapes)
+    if g.in_small_groups:
+        return 0
     return max(_for_input(node, g) if wanted(node, 0) else 0, _for_weights(node, g)[0] if wanted(node, 1) else 0)
 
 
@@ -247,6 +259,8 @@ def conv_grad_thread_scratch(node: ir.Node) -> int:
     if shapes is None:
         return 0
     g = Window.of(node, *shapes)
+    if g.in_small_groups:
+        return 4 * max(_grid_of_input(g) if wanted(node, 0) else 0, _grid_of_weights(g) if wanted(node, 1) else 0)
     kept = 0
     if wanted(node, 0):
         if _input_depth(node, g):
@@ -254,6 +268,35 @@ def conv_grad_thread_scratch(node: ir.Node) -> int:
         elif around := g.filtered(around=True):
             kept = around.part
     return max(kept, _for_weights(node, g)[1] if wanted(node, 1) else 0)
+
+
+def _parts(g: Window) -> list[int]:
+    """Rows and columns of the padded image that have the same rest of the stride."""
+    return [-(-n // s) for n, s in zip(g.padded, g.strides, strict=True)]
+
+
+def _grid(g: Window) -> int:
+    """Floats of a padded plane of X."""
+    parts = _parts(g)
+    return math.prod(g.strides) * math.prod(parts) + parts[-1] + _BEYOND
+
+
+def _made(g: Window) -> int:
+    return math.prod(g.out[:-1]) * _parts(g)[-1] + _BEYOND
+
+
+def _grid_of_input(g: Window) -> int:
+    """Floats that dX of a group takes: dY, the weights twice, and results by rest of the stride."""
+    sizes = [_behind(g, axis) for axis in range(len(g.out))]
+    rows = math.prod(-(-n // s) for n, s in zip(g.size[:-1], g.strides[:-1], strict=True))
+    made = math.prod(g.strides) * (rows * sizes[-1] + _BEYOND)
+    source = g.filters * (math.prod(sizes) + sizes[-1] + _BEYOND)
+    return source + 2 * g.filters * g.channels * math.prod(g.window) + made + _LANES + g.size[-1]
+
+
+def _grid_of_weights(g: Window) -> int:
+    sums = 2 * g.filters * g.channels * math.prod(g.window)
+    return g.channels * _grid(g) + g.filters * math.prod(g.out) + g.size[-1] + _LANES + sums
 
 
 def _sums(g: Window) -> int:
@@ -308,11 +351,6 @@ def window_differs(node: ir.Node) -> str | None:
         return "the kernel takes pads, not auto_pad"
     if any(p < 0 for p in attribute(node, "pads", [])):
         return "the kernel takes no negative pads"
-    group = attribute(node, "group", 1)
-    if group > 1 and (not isinstance(w.shape[1], int) or not isinstance(w.shape[0], int)):
-        return "the kernel takes groups of static size"
-    if group > 1 and min(int(w.shape[1]), int(w.shape[0]) // group) < _FEWEST:  # type: ignore[arg-type]
-        return f"the kernel gains nothing with groups of less than {_FEWEST} channels"
     return None
 
 
