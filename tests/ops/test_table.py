@@ -251,7 +251,7 @@ def test_three_thousand_nodes_in_a_second():
         back = build.op("Transpose", build.op("MatMul", p, heads), perm=[0, 2, 1, 3])
         x = build.op("Reshape", back, build.ints([0, 0, 64]))
     graph.outputs.append(x)
-    start = time.perf_counter()
+    start = time.process_time()
     assert infer_graph(TrainingGraph(ir.Model(graph, ir_version=10)).graph) == []
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
     assert [str(d) for d in x.shape] == ["B", "S", "64"]

@@ -289,7 +289,9 @@ def test_expm1_far_below_zero_is_minus_one(alpha):
 
 
 @pytest.mark.parametrize(
-    "function", [torch.special.erfcx, torch.special.log_ndtr, lambda x: torch.logcumsumexp(x, 0)], ids=str
+    "function",
+    [torch.special.erfcx, torch.special.log_ndtr, lambda x: torch.logcumsumexp(x, 0)],
+    ids=["erfcx", "log_ndtr", "logcumsumexp"],
 )
 def test_functions_that_lose_their_digits_are_refused(function):
     class Model(torch.nn.Module):

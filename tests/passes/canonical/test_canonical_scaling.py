@@ -66,9 +66,9 @@ def seconds(name: str, nodes: int) -> float:
     best = float("inf")
     for _ in range(2):
         model = layered(name, nodes)
-        began = time.perf_counter()
+        began = time.process_time()
         outcome = get(name)()(model)
-        best = min(best, time.perf_counter() - began)
+        best = min(best, time.process_time() - began)
     assert outcome.modified or name == "sort-nodes"
     return best
 

@@ -60,8 +60,18 @@ def copies(graph: TrainingGraph) -> int:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("optimizer", [None, AdamW(lr=1e-2), AdamW(lr=1e-2, max_grad_norm=0.1)], ids=str)
+@pytest.mark.parametrize(
+    ("dropout", "optimizer"),
+    [
+        (0.0, None),
+        (0.3, AdamW(lr=1e-2)),
+        (0.3, AdamW(lr=1e-2, max_grad_norm=0.1)),
+        pytest.param(0.3, None, marks=pytest.mark.slow),
+        pytest.param(0.0, AdamW(lr=1e-2), marks=pytest.mark.slow),
+        pytest.param(0.0, AdamW(lr=1e-2, max_grad_norm=0.1), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_the_budget_is_met_and_every_bit_stays(dropout: float, threads: int, optimizer) -> None:
     _, batch = captured(dropout)
     plain, tight = (optimized(dropout, optimizer, budget) for budget in (None, "70%"))

