@@ -25,7 +25,8 @@ namespace ortgraph {
 namespace gemm {
 
 constexpr std::int64_t kBlockWords = 512;                           // steps of a block over k
-constexpr std::int64_t kMaxRows = 288;                              // of a piece
+constexpr std::int64_t kMaxRows = 288;                              // of a piece that has whole blocks over k
+constexpr std::int64_t kMostRows = 4 * kMaxRows;                    // of a piece with shorter ones: as many words
 constexpr std::int64_t kMaxSums = 72 * 1024;                        // floats: of a piece with several blocks over k
 constexpr std::int64_t kFewRows = 48;
 
@@ -144,7 +145,7 @@ inline Cut cut(std::int64_t m, std::int64_t n, std::int64_t k, std::int64_t batc
   for (std::int64_t by_rows : counts) {
     if (by_rows > 1 && by_rows > m / kRows) break;
     const std::int64_t rows = std::max<std::int64_t>((m + by_rows - 1) / by_rows, 1);
-    if (rows > kMaxRows) continue;
+    if (rows > kMostRows || rows * std::min(k, deep) > kMaxRows * deep) continue;
     for (std::int64_t by_columns : counts) {
       if (by_columns > 1 && by_columns > panels) break;
       const std::int64_t columns = std::max<std::int64_t>((panels + by_columns - 1) / by_columns, 1) * kColumns;

@@ -10,6 +10,7 @@ from ortgraph.graph.edit import static_shape
 from ortgraph.ops.shapes import attribute
 
 _BLOCK, _ROWS, _SUMS = 512, 288, 72 * 1024  # gemm.h: words of a block over k, rows and sums of a piece
+_MOST_ROWS = 4 * _ROWS  # of a piece with short blocks
 _PANEL, _LANES, _COLUMNS = 48, 16, 64
 
 
@@ -22,7 +23,9 @@ def thread_bytes(node: ir.Node) -> int:
     columns = b[-2 if attribute(node, "transB", 0) else -1]
     tall = math.prod(a[:-2]) * rows  # one tall product where B has no batch
     steps = min(inner, _BLOCK)  # a word of bfloat16 holds two: half as many then
-    packed = _up(min(tall, _ROWS), _PANEL) * (_up(steps, _LANES) + _LANES)
+    most = min(_MOST_ROWS, 2 * _ROWS * _BLOCK // max(min(inner, 2 * _BLOCK), 1))
+    packed = _up(min(tall, most), _PANEL) * (_up(steps, _LANES) + _LANES)
+    packed = min(packed, _ROWS * _BLOCK + _up(most, _PANEL) * 2 * _LANES + _PANEL * (_BLOCK + 2 * _LANES))
     sums = min(_up(tall, 6) * _up(columns, _COLUMNS), _SUMS) if inner > _BLOCK else 0
     return 4 * (packed + _COLUMNS * steps + sums)
 

@@ -65,8 +65,8 @@ class FuseLossGradient(KernelRewrite):
     def rewrite(self, build: Builder, match: Match) -> Sequence[ir.Value]:
         node = next(n for n in match.nodes if n.op_type in _ROOTS)
         if match.count == "rows":
-            log_sum = build.op("LogSumExp", node.inputs[0], domain=KERNELS)
-            return [build.op("Sub", node.inputs[0], log_sum)]
+            sums = build.op("LogSumExp", node.inputs[0], domain=KERNELS)
+            return [build.op("Sub", node.inputs[0], sums)]
         x, log_sum = match.values.get("x"), match.values.get("log_sum")
         if match.count == "picked":
             picked = build.op("GatherElements", x, node.inputs[1], axis=1)
