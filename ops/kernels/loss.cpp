@@ -1,4 +1,5 @@
 // Cross-entropy over the last dimension of [N, C] and its gradient, with PyTorch's weights and ignore_index.
+#include <algorithm>
 #include <type_traits>
 
 #include "gemm_tile.h"
@@ -43,22 +44,28 @@ struct Labels {
   float factor(std::int64_t r) const { return !kept(r) ? 0.0f : weight ? weight[target[r]] : 1.0f; }
 };
 
-// log(sum(exp(x))) and the maximum of one row, in one pass over blocks that stay in the first cache.
+// log(sum(exp(x))) less the maximum, and the maximum, of one row. It is read once, in blocks, so that reading overlaps with
+// exponentials; where a block raises the maximum, the sum so far is scaled.
 template <class T>
 void log_sum_exp(const T* x, std::int64_t n, float* top, float* log_sum) {
-  constexpr int kChains = 4;  // so that one maximum does not wait for the other
-  const float least = -std::numeric_limits<float>::infinity();
-  V chains[kChains];
-  for (V& chain : chains) chain = splat(least);
-  std::int64_t done = 0;
-  for (; done + kChains * kLanes <= n; done += kChains * kLanes) {
-    for (int c = 0; c < kChains; ++c) chains[c] = larger(load(x + done + c * kLanes, Full{}), chains[c]);
-  }
-  V best = larger(larger(chains[0], chains[1]), larger(chains[2], chains[3]));
-  vectors(n - done, [&](std::int64_t i, auto span) { best = larger(load(x + done + i, span, least), best); });
-  *top = largest(best);
+  constexpr std::int64_t kBlock = 512;
+  constexpr float kLeast = -std::numeric_limits<float>::infinity();
+  float best = kLeast;
   V total{};
-  vectors(n, [&](std::int64_t i, auto span) { total += keep(exp(load(x + i, span) - *top), span); });
+  for (std::int64_t at = 0; at < n; at += kBlock) {
+    const T* block = x + at;
+    const std::int64_t count = std::min(kBlock, n - at);
+    V high = splat(kLeast);
+    vectors(count, [&](std::int64_t i, auto span) { high = larger(load(block + i, span, kLeast), high); });
+    const float now = largest(high);
+    if (now > best) {
+      total *= exp(splat(best - now));
+      best = now;
+    }
+    const float shift = best == kLeast ? 0.0f : best;
+    vectors(count, [&](std::int64_t i, auto span) { total += keep(exp(load(block + i, span) - shift), span); });
+  }
+  *top = best;
   *log_sum = std::log(sum(total));
 }
 
@@ -162,8 +169,7 @@ class CrossEntropyGrad final : public Kernel {
   Options options_;
 };
 
-// (X [..., C]) -> (log(sum(exp(X))) over the last dimension, [..., 1]), X in float32 or bfloat16. A row whose largest
-// number is infinite gives NaN, as log-softmax does.
+// (X [..., C]) -> (log(sum(exp(X))) over the last dimension, [..., 1]), X in float32 or bfloat16.
 class LogSumExp final : public Kernel {
  public:
   explicit LogSumExp(const Attributes&) {}
