@@ -36,10 +36,11 @@ constexpr double kPieceNs = 500;
 constexpr double kPartNs = 8000;       // of work that one hand-over is worth
 constexpr std::int64_t kMaxParts = 32;
 
-// Threads that a product is cut for: as many as the processor has. The session may use fewer.
+// Threads that a product is cut for: as many as the processor has, eight at most. The session may use more or fewer.
+constexpr std::int64_t kMostThreads = 8;
 inline std::int64_t processor_threads() {
   static const std::int64_t count =
-      std::min<std::int64_t>(std::max<std::int64_t>(std::thread::hardware_concurrency(), 1), kMaxParts);
+      std::min<std::int64_t>(std::max<std::int64_t>(std::thread::hardware_concurrency(), 1), kMostThreads);
   return count;
 }
 
