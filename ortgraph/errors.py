@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class OrtgraphError(Exception):
     """Base of every error that ortgraph raises on purpose.
@@ -26,7 +28,29 @@ class CaptureError(OrtgraphError):
 
 
 class UnsupportedError(CaptureError):
-    """An operator, an opset or a control-flow form has no translation."""
+    """An operator, an opset or a control-flow form has no translation.
+
+    Args:
+        what: As ever.
+        hint: As ever.
+        obstacles: What and hint of each, where one error stands for several.
+
+    Attributes:
+        obstacles: What and hint of each obstacle: one, unless several were given.
+    """
+
+    def __init__(self, what: str, hint: str = "", obstacles: Sequence[tuple[str, str]] = ()) -> None:
+        super().__init__(what, hint)
+        self.obstacles = tuple(obstacles) or ((what, hint),)
+
+    @staticmethod
+    def of(found: Sequence[UnsupportedError]) -> UnsupportedError:
+        """One error for several; the first itself when there is but one."""
+        each = list(dict.fromkeys(o for error in found for o in error.obstacles))
+        if len(each) == 1:
+            return found[0]
+        lines = [f"\n  {i}. {what}\n     try: {hint}" for i, (what, hint) in enumerate(each, 1)]
+        return UnsupportedError(f"the model has {len(each)} obstacles:{''.join(lines)}", "", each)
 
 
 class SignatureError(OrtgraphError):

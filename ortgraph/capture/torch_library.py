@@ -46,6 +46,11 @@ def translate_with_library(t: Translation, node: Node) -> Any:
     return list(result) if isinstance(result, tuple) else result
 
 
+def known_to_library(name: str) -> bool:
+    """Whether the library translates an operator (``aten.addcmul.default``)."""
+    return _function(name) is not None and "backward" not in name
+
+
 @functools.cache
 def _library() -> Mapping[str, Any]:
     import onnxscript.function_libs.torch_lib.ops  # noqa: F401 - fills the registry

@@ -11,7 +11,7 @@ import onnx_ir as ir
 import sympy
 
 from ortgraph.capture.torch_dims import Dim, is_whole, parse_dim, reshape_pattern
-from ortgraph.errors import CaptureError, UnsupportedError
+from ortgraph.errors import UnsupportedError
 from ortgraph.graph.edit import Names
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.spec import COMPOSITE
@@ -182,8 +182,9 @@ class GraphValues:
     def _compute_size(self, dim: sympy.Expr) -> ir.Value:
         if isinstance(dim, sympy.Symbol):
             if dim not in self.sources:
-                raise CaptureError(
-                    f"the size {dim} is not a dimension of any input", "use static shapes (dynamic=None)"
+                raise self.unsupported(
+                    f"the size {dim}, which depends on values and on no dimension of an input,",
+                    "use torch.where, masked_fill or weights: sizes may not depend on values",
                 )
             value, axis = self.sources[dim]
             return self.op("Shape", value, start=axis, end=axis + 1)
@@ -201,4 +202,8 @@ class GraphValues:
             return self.op("Div", self.size(dim.args[0]), self.size(dim.args[1]))
         if type(dim).__name__ in ("Max", "Min"):
             return self.op(type(dim).__name__, *(self.size(a) for a in dim.args))
-        raise UnsupportedError(f"the size {dim} has no translation", "use static shapes (dynamic=None)")
+        raise self.unsupported(f"the size {dim}", "use static shapes (dynamic=None)")
+
+    def unsupported(self, what: str, hint: str = "") -> UnsupportedError:
+        """The error for something without a translation."""
+        return UnsupportedError(f"{what} has no translation to ONNX", hint)

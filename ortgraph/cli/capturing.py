@@ -9,7 +9,7 @@ import numpy as np
 
 from ortgraph.capture.build_spec import BuildSpec, load_build
 from ortgraph.cli.output import Output
-from ortgraph.errors import InputError
+from ortgraph.errors import CaptureError, InputError, UnsupportedError
 from ortgraph.graph import TrainingGraph
 
 _RANDOM = ("random_key", "random_step")
@@ -34,6 +34,26 @@ def capture_build(
         options: dict[str, Any] = {} if opset is None else {"opset": opset}
         graph = ortgraph.capture(spec.module, spec.batch, dynamic=dynamic or spec.dynamic, loss=spec.loss, **options)
     return spec, graph
+
+
+def all_obstacles(target: str, error: CaptureError) -> list[tuple[str, str]]:
+    """What and hint of everything that keeps a model from being captured, where a trace stops at the first.
+
+    Args:
+        target: As for ``capture_build``.
+        error: What capture raised.
+    """
+    from ortgraph.capture.torch_obstacles import find_obstacles
+
+    if isinstance(error, UnsupportedError):
+        return list(error.obstacles)
+    spec = load_build(target)
+    found = [(error.what, error.hint)]
+    for what, hint in find_obstacles(spec.module, spec.batch, spec.loss):
+        place = what.rpartition(", ")[2].rstrip(")")
+        if ":" not in place or f"{place}:" not in error.what:  # the trace's own sentence about this place says more
+            found.append((what, hint))
+    return found
 
 
 def feeds(spec: BuildSpec, batch: Any) -> dict[str, np.ndarray]:

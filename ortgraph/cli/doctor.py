@@ -12,7 +12,8 @@ import typer
 
 from ortgraph.cli import options
 from ortgraph.cli.output import FAILED, Output, verb
-from ortgraph.errors import OrtgraphError, RuntimeSetupError
+from ortgraph.errors import CaptureError, OrtgraphError, RuntimeSetupError
+from ortgraph.manager import graph_cache
 
 _LIBRARIES = ("numpy", "onnx", "onnx-ir", "onnxscript", "safetensors", "transformers")
 
@@ -32,10 +33,15 @@ def run(
     target: Annotated[
         str | None, typer.Argument(metavar="[FILE.py:BUILD]", help="Also capture this and compare its gradients.")
     ] = None,
+    clear_cache: Annotated[
+        bool, typer.Option("--clear-cache", help="Remove the compiled graphs that are kept.")
+    ] = False,
     as_json: bool = options.JSON,
 ) -> None:
     """Check Python, libraries, runtime, compiler and kernels; with a build file, also capture it and compare."""
     out = Output(as_json)
+    if clear_cache:
+        out.say(f"{graph_cache.clear()} compiled graphs removed")
     findings = [
         *_libraries(),
         _torch(),
@@ -44,6 +50,7 @@ def run(
         _kernels(out),
         _generated(),
         _planners(),
+        _graphs(),
         _processor(),
         *_blas(),
     ]
@@ -137,6 +144,14 @@ def _planners() -> Finding:
     return Finding("planners", "ok", "SciPy: integer programs for recompute plans")
 
 
+def _graphs() -> Finding:
+    kept = graph_cache.entries()
+    size = sum(size for _, size in kept) / 1e6
+    return Finding(
+        "compiled graphs", "ok", f"{len(kept)} kept, {size:.1f} MB in {graph_cache.folder()} (--clear-cache)"
+    )
+
+
 def _kernels(out: Output) -> Finding:
     from ortgraph.ops import kernels
 
@@ -185,12 +200,14 @@ def _blas() -> list[Finding]:
 
 
 def _try_build(out: Output, target: str) -> list[Finding]:
-    from ortgraph.cli.capturing import capture_build, gradients_against_torch
+    from ortgraph.cli.capturing import all_obstacles, capture_build, gradients_against_torch
 
     try:
         spec, graph = capture_build(out, target)
         with out.progress("comparing gradients with PyTorch"):
             errors = gradients_against_torch(spec, graph)
+    except CaptureError as error:
+        return [Finding("build", "problem", what, hint) for what, hint in all_obstacles(target, error)]
     except OrtgraphError as error:
         return [Finding("build", "problem", error.what, error.hint)]
     worst = max(errors.items(), key=lambda item: item[1], default=("", 0.0))
