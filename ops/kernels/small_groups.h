@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "channels_last.h"
+#include "panels.h"
 #include "window.h"
 
 namespace ortgraph {

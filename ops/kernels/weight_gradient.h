@@ -1,5 +1,5 @@
-// The gradient of a convolution's weights: pixels are the length of its products, so X and dY are turned to have channels
-// last, as floats or as pairs of bf16 numbers, of two images at the same pixel.
+// The gradient of a convolution's weights: pixels are the length of its products, so X and dY are turned to have
+// channels last, as floats or as pairs of bf16 numbers, of two images at the same pixel.
 #pragma once
 
 #include <vector>
@@ -132,7 +132,8 @@ class WeightGradient {
     });
     constexpr std::int64_t kPiece = 128;
     const std::int64_t parts = (g_.pixels() + kPiece - 1) / kPiece;
-    context.rows(count * parts, kDepth * std::min(kPiece, g_.pixels()) * filters(), [&](std::int64_t begin, std::int64_t end) {
+    const std::int64_t width = kDepth * std::min(kPiece, g_.pixels()) * filters();
+    context.rows(count * parts, width, [&](std::int64_t begin, std::int64_t end) {
       for (std::int64_t i = begin; i < end; ++i) {
         const std::int64_t image = (first + i / parts) * kDepth, p = i % parts * kPiece;
         turn_in_pairs<kDepth>(dy, image * y_step + part * filters() * g_.pixels() + p, y_step, image + 1 < g_.batch,
