@@ -39,8 +39,6 @@ def _attention_backward(
 def _refuse(t: Translation, query: ir.Value, key: ir.Value, dropout_p: float) -> None:
     if dropout_p:
         raise t.unsupported("fused attention with dropout", "use attn_implementation='eager', or dropout 0")
-    if t.dims(query)[1] != t.dims(key)[1]:
-        raise t.unsupported("fused attention with fewer key heads than query heads", "repeat the key and value heads")
 
 
 def _scale(t: Translation, query: ir.Value, scale: float | None) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import sympy
 
@@ -137,10 +138,30 @@ def _slice_scatter(
     axis = dim % len(dims)
     first, last = _bound(start, dims[axis], 0), _bound(end, dims[axis], dims[axis])
     if step != 1:
-        raise t.unsupported(f"slice_scatter with step {step}")
+        return _strided_scatter(t, self, src, axis, (first, last, step))
     before = [] if first == 0 else [sliced(t, self, axis, 0, first)]
     after = [] if last == dims[axis] else [sliced(t, self, axis, last, dims[axis])]
     return joined(t, [*before, src, *after], axis)
+
+
+def _strided_scatter(
+    t: Translation, value: ir.Value, src: ir.Value, axis: int, bounds: tuple[Dim, Dim, int]
+) -> ir.Value:
+    """The source with gaps between its elements, chosen by a constant mask."""
+    dims, (first, last, step) = t.dims(value), bounds
+    size = dims[axis]
+    if not all(isinstance(d, int) for d in (size, first, last)):
+        raise t.unsupported("writing every n-th element of a symbolic dimension", "keep this dimension static")
+    taken = range(int(first), int(last), step)
+    if not taken:
+        return value
+    wide = _dilated(t, src, axis, step)
+    assert src.dtype is not None
+    wide = t.typed(wide, src.dtype, [*dims[:axis], taken[-1] - taken[0] + 1, *dims[axis + 1 :]])
+    wide = padded(t, wide, axis, taken[0], int(size) - taken[-1] - 1)
+    mask = np.zeros([int(size), *[1] * (len(dims) - axis - 1)], bool)
+    mask[list(taken)] = True
+    return t.op("Where", t.const(mask), t.typed(wide, src.dtype, dims), value)
 
 
 @rule("select_scatter.default")

@@ -122,12 +122,14 @@ def _average_pool(
     attributes = _average_window(
         t, self, t.out_dims(), kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
     )
-    return _on_batches(t, self, t.out_dims(), lambda x: t.op("AveragePool", x, **attributes))
+    return _on_batches(
+        t, self, t.out_dims(), len(attributes["kernel_shape"]), lambda x: t.op("AveragePool", x, **attributes)
+    )
 
 
-def _on_batches(t: Translation, x: ir.Value, out: Sequence[Dim], pool: Any) -> ir.Value:
-    """Pooling of [C, H, W] as a batch of one."""
-    if len(t.dims(x)) != 3:
+def _on_batches(t: Translation, x: ir.Value, out: Sequence[Dim], n: int, pool: Any) -> ir.Value:
+    """Pooling without a batch dimension as a batch of one."""
+    if len(t.dims(x)) != n + 1:
         return pool(x)
     y = pool(t.reshape(x, [1, *t.dims(x)]))
     return t.reshape(t.typed(y, t.out_dtype(), [1, *out]), out)
@@ -145,7 +147,7 @@ def _average_pool_backward(
 
 
 def _average_gradient(t: Translation, dy: ir.Value, x: ir.Value, attributes: dict[str, Any]) -> ir.Value:
-    if len(t.dims(x)) != 3:
+    if len(t.dims(x)) != len(attributes["kernel_shape"]) + 1:
         return t.composite("AveragePoolGrad", dy, x, ceil_mode=0, **attributes)
     batch = t.reshape(x, [1, *t.dims(x)])
     dx = t.composite("AveragePoolGrad", t.reshape(dy, [1, *t.dims(dy)]), batch, ceil_mode=0, **attributes)
@@ -163,7 +165,7 @@ def _divides(t: Translation, x: ir.Value, out: Sequence[Dim]) -> bool:
 def _adaptive_average(t: Translation, self: ir.Value, output_size: Sequence[int]) -> ir.Value:
     if _divides(t, self, output_size):
         window = {**_even_window(t, self, output_size, "adaptive pooling"), "count_include_pad": 0}
-        return _on_batches(t, self, t.out_dims(), lambda x: t.op("AveragePool", x, **window))
+        return _on_batches(t, self, t.out_dims(), 2, lambda x: t.op("AveragePool", x, **window))
     rows, columns = _averaging(t, self, output_size)
     return t.op("MatMul", t.op("MatMul", rows, self), t.transpose(columns, (1, 0)))
 
