@@ -11,10 +11,22 @@ from ortgraph.capture.torch_rules import rule
 from ortgraph.capture.torch_translate import Translation
 
 
-def _attributes(stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int) -> dict[str, Any]:
-    return {
-        "strides": list(stride), "pads": [*padding, *padding], "dilations": list(dilation), "group": groups,
-    }  # fmt: skip
+def _attributes(
+    t: Translation,
+    weight: ir.Value,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> dict[str, Any]:
+    axes = len(t.dims(weight)) - 2
+    strides, pads, dilations = (_per_axis(given, axes) for given in (stride, padding, dilation))
+    return {"strides": strides, "pads": pads * 2, "dilations": dilations, "group": groups}
+
+
+def _per_axis(given: Sequence[int], axes: int) -> list[int]:
+    """PyTorch takes one number for all axes (``padding="valid"`` is traced as such)."""
+    return list(given) * axes if len(given) == 1 else list(given)
 
 
 @rule("convolution.default")
@@ -22,10 +34,11 @@ def _convolution(
     t: Translation, input: ir.Value, weight: ir.Value, bias: Any, stride: Sequence[int], padding: Sequence[int],
     dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int,
 ) -> ir.Value:  # fmt: skip
-    attributes = _attributes(stride, padding, dilation, groups)
+    attributes = _attributes(t, weight, stride, padding, dilation, groups)
     if not transposed:
         return t.op("Conv", input, weight, bias, **attributes)
-    return t.op("ConvTranspose", input, weight, bias, output_padding=list(output_padding), **attributes)
+    added = _per_axis(output_padding, len(t.dims(weight)) - 2)
+    return t.op("ConvTranspose", input, weight, bias, output_padding=added, **attributes)
 
 
 @rule("convolution_backward.default")
@@ -34,7 +47,7 @@ def _convolution_backward(
     padding: Sequence[int], dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int,
     output_mask: Sequence[bool],
 ) -> Sequence[ir.Value | None]:  # fmt: skip
-    attributes = _attributes(stride, padding, dilation, groups)
+    attributes = _attributes(t, weight, stride, padding, dilation, groups)
     if not transposed:
         return t.composites("ConvGrad", grad_output, input, weight, outputs=3, wanted=output_mask, **attributes)
     # y = ConvTranspose(x, w) is the input gradient of a convolution: its own gradients are that convolution of dY,

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+import sympy
 
 from ortgraph.capture.torch_dims import Dim
 from ortgraph.capture.torch_rules import rule
@@ -223,3 +224,35 @@ def _diagonal_places(
         raise t.unsupported("a diagonal of symbolic size", "keep these dimensions static")
     places = [i * width + i + offset for i in range(height) if 0 <= i + offset < width]
     return [*(i for i in range(len(dims)) if i not in (a, b)), a, b], places, height * width
+
+
+# --- values in the order of a mask -------------------------------------------------------------------------------
+
+
+def _ranks(t: Translation, mask: ir.Value, dims: Sequence[Dim]) -> tuple[ir.Value, ir.Value]:
+    """A mask laid flat, and for each element how many chosen ones stand before it (chosen ones: their own rank)."""
+    whole = t.expand(t.cast(mask, ir.DataType.BOOL), dims)
+    flat = t.op("Reshape", whole, t.build.ints([-1]))
+    counted = t.op("CumSum", t.op("Cast", flat, to=int(INT64)), t.scalar(0, INT64))
+    return flat, t.op("Sub", counted, t.scalar(1, INT64))
+
+
+@rule("masked_scatter.default")
+def _masked_scatter(t: Translation, self: ir.Value, mask: ir.Value, source: ir.Value) -> ir.Value:
+    """The chosen elements become the first values of ``source``, in order."""
+    _, ranks = _ranks(t, mask, t.out_dims())
+    flat = t.op("Reshape", source, t.build.ints([-1]))
+    at = t.op("Max", ranks, t.scalar(0, INT64))
+    taken = t.typed(t.op("Gather", flat, at, axis=0), t.out_dtype(), (sympy.prod(t.out_dims()),))
+    return t.op("Where", mask, t.reshape(taken, t.out_dims()), self)
+
+
+@rule("masked_scatter_backward.default")
+def _masked_scatter_backward(t: Translation, grad_output: ir.Value, mask: ir.Value, sizes: Sequence[Dim]) -> ir.Value:
+    """Each value of ``source`` gets the gradient of its place; those that are not chosen go to a place that is cut off."""
+    chosen, ranks = _ranks(t, mask, t.dims(grad_output))
+    count = t.op("ReduceProd", t.shape_input(sizes), keepdims=1)
+    at = t.op("Where", chosen, ranks, count)
+    zeros = t.op("Expand", t.scalar(0, t.out_dtype()), t.op("Add", count, t.build.ints([1])))
+    placed = t.op("ScatterElements", zeros, at, t.op("Reshape", grad_output, t.build.ints([-1])), axis=0)
+    return t.op("Reshape", t.op("Slice", placed, t.build.ints([0]), count, t.build.ints([0])), t.shape_input(sizes))
