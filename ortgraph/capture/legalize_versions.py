@@ -73,7 +73,9 @@ def _convert(model: ir.Model, own: int, target: int) -> ir.Model:
 def _refusal(model: ir.Model, own: int, target: int, said: str) -> UnsupportedError:
     """Name the operator that the converter stumbled on."""
     newest = f"the newest supported opset is {MAX_OPSET}"
-    found = re.search(r"(?:Version of |for |adapter for )(\w+)", said)
+    found = re.search(r"operator '(\w+)' is unallowed", said) or re.search(
+        r"(?:Version of |for |adapter for )(\w+)", said
+    )
     op_type = found[1] if found else ""
     node = next((n for n in model.graph.all_nodes() if n.op_type == op_type), None)
     if node is None:

@@ -120,7 +120,7 @@ class Lower(GraphPass):
         self, node: ir.Node, table: CostTable, names: Names, reason: str | None, changes: Changes
     ) -> list[ir.Node]:
         choice, why = self._choose(node, table)
-        if choice is None:
+        if choice is None or (choice.name == "native" and reason is not None):
             raise UnsupportedError(
                 f"lower: node {node.name!r} ({node.domain or 'ai.onnx'}.{node.op_type}) cannot run on {self.target}: "
                 + "; ".join(filter(None, (reason, why))),

@@ -264,3 +264,14 @@ def test_15_what_cannot_be_converted_is_named(onnx_tools):
     model.opset_import[0].version = 99
     with pytest.raises((UnsupportedError, InputError)):
         from_onnx(model, "loss")
+
+
+def test_a_type_that_older_opsets_do_not_know_names_the_operator(tmp_path):
+    """bfloat16 Sin exists from opset 22 on, which no runtime here takes."""
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 22]> g (bfloat16[4] x) => (float loss)'
+        " { s = Sin(x) c = Cast<to=1>(s) loss = ReduceSum<keepdims=0>(c) }"
+    )
+    onnx.save(model, tmp_path / "low.onnx")
+    with pytest.raises(UnsupportedError, match="operator Sin of opset 22 cannot be converted to opset 21"):
+        from_onnx(tmp_path / "low.onnx", loss="loss", trainable=[])

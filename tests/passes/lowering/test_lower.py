@@ -141,7 +141,7 @@ def test_no_composite_and_no_import_is_left(bench):
 
 def test_float64_has_only_expansions(bench):
     def body(b, x):
-        return b.op("Gelu", x, domain="ortgraph")
+        return b.op("Gelu", x, domain="ortgraph", approximate="tanh")
 
     graph = bench.make(body, {"x": (2, 3)}, {"x": ir.DataType.DOUBLE})
     outcome = Lower(prefer="runtime")(graph.model)
@@ -212,3 +212,17 @@ def test_rows_of_one_number_are_not_given_to_the_runtimes_layer_norm_gradient(be
     want = bench.run(graph, feeds)[0]
     assert dict(Lower(kernels=False, prefer="runtime")(graph.model).counts)[f"LayerNormGrad.{form}"] == 1
     np.testing.assert_allclose(bench.run(graph, feeds)[0], want, atol=3e-6)
+
+
+@pytest.mark.parametrize(("op_type", "targets"), [("Erf", 2), ("Cos", 1), ("Sin", 0), ("Tanh", 0)])
+def test_functions_without_a_kernel_in_double_precision_are_named(bench, op_type, targets):
+    for i, target in enumerate(("onnxruntime-training", "onnxruntime")):
+        x = ir.val("x", dtype=ir.DataType.DOUBLE, shape=[4])
+        graph = ir.Graph([x], [], nodes=[], opset_imports={"": 18}, name="g")
+        graph.outputs.append(Builder(graph, "test").op(op_type, x, name="the_node"))
+        model = ir.Model(graph, ir_version=9)
+        if i < targets:
+            with pytest.raises(UnsupportedError, match=f"the_node.*{op_type} in float64; compute it in float32"):
+                Lower(target=target)(model)
+        else:
+            Lower(target=target)(model)
