@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ortgraph.cli import options
@@ -14,6 +14,7 @@ from ortgraph.errors import InputError
 from ortgraph.graph import TrainingGraph
 
 PASSES_BY_TOPIC = {"precision": "cast-precision", "lowering": "lower"}  # what --explain takes beside names of passes
+BESIDE = {"lower": "fuse-regions"}  # a pass that decides about the same nodes: kernels for single ones, and for groups
 LEVELS = ("off", "structure", "signature", "types", "runtime", "numerics")
 
 
@@ -198,7 +199,7 @@ def show(out: Output, result: Any, request: Request, time_passes: bool) -> None:
     changes = tables.operator_change_rows(report.operators_before, report.operators_after)
     out.table("Operators", ("operator", "before", "after", "change"), changes, right=(1, 2, 3))
     if request.explain is not None:
-        _explain(out, request.explain, report.passes)
+        _explain(out, explained(request.explain, report.passes))
     out.say(f"{report.nodes_before} → {report.nodes_after} nodes in {report.seconds:.2f} s")
 
 
@@ -208,13 +209,16 @@ def explained(name: str, records: Sequence[Any]) -> dict[str, Any]:
 
     mine = [r for r in records if r.name == name]
     rows = [{"times": r[1], "reason": r[2], "node": r[3]} for r in tables.refusal_rows(mine)]
-    return {"pass": name, "runs": len(mine), "counts": tables.summed_counts(mine), "refusals": rows}
+    found: dict[str, Any] = {"pass": name, "runs": len(mine), "counts": tables.summed_counts(mine), "refusals": rows}
+    if name in BESIDE:
+        found["beside"] = explained(BESIDE[name], records)
+    return found
 
 
-def _explain(out: Output, name: str, records: Sequence[Any]) -> None:
+def _explain(out: Output, found: Mapping[str, Any]) -> None:
     from ortgraph.report import tables
 
-    found = explained(name, records)
+    name = found["pass"]
     if not found["runs"]:
         out.say(f"{name}: not in this pipeline")
         return
@@ -224,3 +228,5 @@ def _explain(out: Output, name: str, records: Sequence[Any]) -> None:
     rows = [(r["times"], r["reason"], r["node"]) for r in found["refusals"]]
     if rows:
         out.table(f"What {name} left alone or chose, and why", ("times", "reason", "first node"), rows, right=(0,))
+    if found.get("beside", {}).get("runs"):
+        _explain(out, found["beside"])

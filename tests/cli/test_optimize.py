@@ -67,6 +67,8 @@ def test_preset_with_optimizer_runs_to_a_planned_graph(cli, graph_file, tmp_path
     assert ran.code == 0, ran.err
     assert ran.json["verified"] == "numerics" and ran.json["stage"] == "planned"
     assert ran.json["explain"]["pass"] == "lower" and ran.json["explain"]["runs"] == 1
+    beside = ran.json["explain"]["beside"]
+    assert beside["pass"] == "fuse-regions" and any("bytes" in row["reason"] for row in beside["refusals"])
     graph = load(out)
     assert graph.stage == "planned" and graph.signature.scalars == {"learning_rate": 0.5}
     assert page.read_text().startswith("<!doctype html>")
