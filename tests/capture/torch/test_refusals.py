@@ -10,6 +10,7 @@ from torch import nn
 
 import ortgraph
 from ortgraph.capture import torch_capture
+from ortgraph.capture.torch_obstacles import find_obstacles
 from ortgraph.capture.torch_step import EvaluationModeWarning
 from ortgraph.errors import CaptureError, InputError, RuntimeSetupError, UnsupportedError
 
@@ -40,9 +41,9 @@ def test_random_operator_of_the_library_is_refused():
             self.w = nn.Parameter(torch.ones(3))
 
         def forward(self, x):
-            return (torch.multinomial(x, 2).float().sum() * self.w).sum()
+            return (torch.poisson(x).sum() * self.w).sum()
 
-    with pytest.raises(UnsupportedError, match="random operator aten.multinomial"):
+    with pytest.raises(UnsupportedError, match="random operator aten.poisson"):
         ortgraph.capture(Draws(), torch.ones(5))
 
 
@@ -213,3 +214,64 @@ def test_recurrent_layers_give_no_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ortgraph.capture(Last(), torch.ones(3, 2, 5))
+
+
+class Many(nn.Module):
+    """Obstacles on lines of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        chosen = self.w[x > 0].sum()
+        angles = torch.fft.rfft(self.w).abs().sum()
+        order = torch.special.i0(self.w).sum()
+        unread = torch.linalg.svd(x).S  # noqa: F841 - nothing depends on it
+        return chosen + angles + order + self.w.sum() * x.max().item()
+
+
+def test_one_error_names_every_obstacle():
+    with pytest.raises(UnsupportedError, match="the model has 4 obstacles") as caught:
+        ortgraph.capture(Many(), torch.randn(4, 4))
+    said = [what for what, _ in caught.value.obstacles]
+    for words in ("boolean mask", "complex64", "aten.i0", "_local_scalar_dense"):
+        assert sum(words in what for what in said) == 1, words
+    assert all("test_refusals.py:" in what for what in said) and all(hint for _, hint in caught.value.obstacles)
+    assert "svd" not in str(caught.value)
+
+
+def test_a_refusal_harms_nothing(scores):
+    module, x, y = scores
+    want = ortgraph.capture(module, (x, y), loss=nn.CrossEntropyLoss()).text()
+    for refused in (Many(), Own(lambda first, x: first(x) if x.sum() > 0 else x)):
+        with pytest.raises(CaptureError):
+            ortgraph.capture(refused, torch.ones(4, refused.w.shape[1] if isinstance(refused, Many) else 5))
+    assert ortgraph.capture(module, (x, y), loss=nn.CrossEntropyLoss()).text() == want
+    loss = nn.functional.cross_entropy(module(x), y)
+    loss.backward()  # PyTorch works as before
+
+
+def test_a_plain_run_finds_every_obstacle():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.layer = Many(), nn.Sequential(nn.LSTM(4, 4), nn.Identity())
+            self.extra = nn.Sequential(nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4), nn.Dropout(0.1))
+            self.attention = nn.MultiheadAttention(4, 2)
+
+        def forward(self, x):
+            if x.sum() > 1000:
+                x = x * 2
+            h = self.extra(self.layer(x)[0].unsqueeze(2))[:, :, 0]
+            return self.inner(x) + self.attention(h, h, h)[0].sum() + (h.to_sparse() * 2).to_dense().sum()
+
+    module = Branches()
+    before = {k: v.clone() for k, v in module.state_dict().items()}
+    found = find_obstacles(module, torch.randn(4, 4))
+    said = [what for what, _ in found]
+    for words in ("value is read", "depends on values", "complex64", "i0.default", "sparse", "linalg_svd"):
+        assert any(words in what for what in said), words
+    assert len(found) == 7 and all("test_refusals.py:" in what for what in said), said
+    assert any("module inner" in what for what in said)
+    assert all(torch.equal(v, before[k]) for k, v in module.state_dict().items())
