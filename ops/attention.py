@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -43,7 +45,7 @@ class _Probabilities:
     scaled: ir.Value | None
     seeing: ir.Value | None
     kept: tuple[ir.Value, ir.Value] | None
-    ratio: float
+    draw: Mapping[str, Any]
 
     @property
     def used(self) -> ir.Value:
@@ -54,7 +56,7 @@ class _Probabilities:
         """The gradient of P from that of the weights."""
         if self.kept is None:
             return dp
-        return b.op("DropoutGrad", dp, self.kept[1], domain=COMPOSITE, ratio=self.ratio)
+        return b.op("DropoutGrad", dp, self.kept[1], domain=COMPOSITE, ratio=self.draw["ratio"], draw=self.draw["node"])
 
 
 def _swap_last(b: Builder, value: ir.Value, rank: int) -> ir.Value:
@@ -158,10 +160,10 @@ def _probabilities(b: Builder, node: ir.Node, q: ir.Value, k: ir.Value, first: i
             scores = b.op("Add", scores, bias)
         p = b.op("Softmax", scores, axis=-1)
     if key is None or step is None:
-        return _Probabilities(p, scores, scaled, seeing, None, 0.0)
+        return _Probabilities(p, scores, scaled, seeing, None, {})
     draw = {"ratio": decimal(node, "ratio", 0.0), "node": attribute(node, "node", 0)}
     kept = b.multi("Dropout", p, key, step, outputs=2, domain=COMPOSITE, **draw)
-    return _Probabilities(p, scores, scaled, seeing, (kept[0], kept[1]), draw["ratio"])
+    return _Probabilities(p, scores, scaled, seeing, (kept[0], kept[1]), draw)
 
 
 def _scale(node: ir.Node, q: ir.Value) -> float:

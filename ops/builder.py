@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from ortgraph.errors import UnsupportedError
 from ortgraph.graph.edit import Names, add_constant, stamp
 from ortgraph.ops.infer import infer_node
 
@@ -80,8 +81,9 @@ class Builder:
         return tuple(self._constants.values())
 
     def scalar(self, value: float, like: ir.Value) -> ir.Value:
-        """A scalar constant of the dtype of ``like``."""
-        assert like.dtype is not None
+        """A scalar constant of the dtype of ``like``; raises UnsupportedError when that is not recorded."""
+        if like.dtype is None:
+            raise UnsupportedError(f"the element type of %{like.name} is not known", "run shape inference on the graph")
         return self.const(value, like.dtype)
 
     def ints(self, values: Sequence[int]) -> ir.Value:

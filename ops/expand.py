@@ -48,6 +48,12 @@ def expand_node(node: ir.Node, names: Names | None = None, by: str = "expand") -
             f"the graph imports {opset}",
             "convert the graph to opset 18 first",
         )
+    untyped = next((v for v in node.inputs if v is not None and (v.dtype is None or v.shape is None)), None)
+    if untyped is not None and node.domain == COMPOSITE:
+        raise UnsupportedError(
+            f"{operator(node)} {node.name!r}: the type or the rank of its input %{untyped.name} is not known",
+            "run shape inference on the graph first",
+        )
     build = Builder(graph, by, before=node, origins=[node], names=names)
     try:
         values = spec.expand(build, node)

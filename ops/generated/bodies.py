@@ -23,7 +23,8 @@ from ortgraph.ops.shapes import attribute, normalized_axis
 from ortgraph.ops.spec import COMPOSITE, GENERATED
 
 INPUT_TYPES = "ortgraph.inputs"  # metadata: ONNX files keep no types for the inputs of a function
-_IMPLIED = frozenset({"axes", "noop_with_empty_axes", "allowzero", "num_outputs"})  # said by parameters
+# Said by parameters, or not at all: a number of its own would give each layer a kernel of its own.
+_IMPLIED = frozenset({"axes", "noop_with_empty_axes", "allowzero", "num_outputs", "draw"})
 _COLUMN_MOVES = frozenset({"Slice", "Concat", "Pad", "Split"})
 _BODIES: dict[str, ir.Function] = {}
 

@@ -40,7 +40,7 @@ class KernelEntry:
         name: Operator name.
         inputs: Input names; ``?`` marks an optional one, ``*`` a repeated group.
         outputs: Output names, likewise.
-        attributes: Attribute names that the kernel reads.
+        attributes: Attribute names that the kernel's node carries.
         inplace: (input, output) pairs: the output may lie over the input when the shapes are equal.
         implements: (domain, operator) that it replaces one to one; None for a fused extra.
         integers: Inputs that are int64.
@@ -382,7 +382,7 @@ _ENTRIES = (
         doc="Mask = U(Key, Step, node) >= ratio, Y = X Mask / (1 - ratio); on dY it gives dX, so no Mask need be kept",
     ),
     _composite(
-        "DropoutGrad", ("dY", "Mask"), ("dX",), ("ratio",), ((0, 0),), booleans=_MASK,
+        "DropoutGrad", ("dY", "Mask"), ("dX",), ("ratio", "draw"), ((0, 0),), booleans=_MASK,
         doc="dX = dY Mask / (1 - ratio)",
     ),
     _composite("RandomUniform", ("Key", "Step"), ("U",), ("node", "shape"), integers=_DRAW, doc="U in [0, 1)"),

@@ -203,11 +203,11 @@ def finish_dropouts(
     def finish(joint: Joint) -> None:
         scalars = [ir.Value(name=n, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(())) for n in (key, step)]
         graph.inputs.extend(scalars)
-        masks = {node.outputs[1]: float(_constant_input(node, 1, 0.5)) for node in drawing}
+        masks = {node.outputs[1]: (float(_constant_input(node, 1, 0.5)), i) for i, node in enumerate(drawing)}
         for node in joint.backward:
             if node.op_type == "DropoutGrad" and node.graph is not None:
-                ratio = masks[node.inputs[1]]  # type: ignore[index]
-                replace_in_place(node, "DropoutGrad", node.inputs[:2], {"ratio": ratio})
+                ratio, number = masks[node.inputs[1]]  # type: ignore[index]
+                replace_in_place(node, "DropoutGrad", node.inputs[:2], {"ratio": ratio, "draw": number})
         for number, node in enumerate(drawing):
             ratio = float(_constant_input(node, 1, 0.5))
             replace_in_place(node, "Dropout", [node.inputs[0], *scalars], {"ratio": ratio, "node": number})

@@ -16,7 +16,7 @@ from ortgraph.graph.training_graph import TrainingGraph
 
 LEVELS = ("structure", "signature", "types", "runtime", "numerics")
 _CONTEXT_LINES = 8
-_MORE_RULES = "ortgraph.manager.rules"  # registers rules that need facts about operators and plans
+_MORE_RULES = ("ortgraph.manager.rules", "ortgraph.manager.draws")  # rules that need facts about operators and plans
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,12 +202,15 @@ def check(graph: TrainingGraph, level: str = "signature") -> list[Violation]:
     ``numerics`` needs two graphs and a batch: see ``ortgraph.manager.numerics.compare``.
     """
     upto = LEVELS.index(level)
-    if upto >= LEVELS.index("types"):
-        importlib.import_module(_MORE_RULES)
+    for name in _MORE_RULES:
+        importlib.import_module(name)
     found: list[Violation] = []
-    for r in RULES:
-        if LEVELS.index(r.level) <= upto and (graph.has_signature or r.level != "signature"):
-            found.extend(r.check(graph))
+    for at in LEVELS[: upto + 1]:
+        for r in RULES:
+            if r.level == at and (graph.has_signature or r.level != "signature"):
+                found.extend(r.check(graph))
+        if found and at == "structure":
+            break  # the other rules rely on it
     return found
 
 
@@ -240,29 +243,61 @@ def describe(graph: TrainingGraph, found: list[Violation], by: str = "") -> str:
 @dataclasses.dataclass(frozen=True)
 class Fingerprint:
     """What must survive a pass within a stage: the signature, which inputs reach an output, which parameters reach
-    the loss, which nodes draw."""
+    the loss, which nodes draw, and which draws form the loss and the backward half."""
 
     signature: Signature
     reaching: frozenset[str]
     forming_loss: frozenset[str]
     draws: tuple[str, ...]
     input_types: tuple[tuple[str, str], ...]
+    drawn_for_loss: frozenset[str] = frozenset()
+    drawn_for_gradients: frozenset[str] = frozenset()
 
 
-def fingerprint(graph: TrainingGraph, draws_of: Callable[[ir.Node], tuple[str, ...]]) -> Fingerprint:
-    """``draws_of`` gives the identities of what a node draws (its number or its name), none for others."""
+@dataclasses.dataclass(frozen=True)
+class Draws:
+    """What the fingerprint asks about random nodes.
+
+    Attributes:
+        of: Identities of what a node draws (its number or its operator); none for others.
+        shown_by: Those that show in an output of a drawing node; none in its mask.
+        undone_by: Identities of the draws whose gradient a node computes; none for others.
+    """
+
+    of: Callable[[ir.Node], tuple[str, ...]]
+    shown_by: Callable[[ir.Value], tuple[str, ...]]
+    undone_by: Callable[[ir.Node], tuple[str, ...]]
+
+
+def fingerprint(graph: TrainingGraph, draws: Draws) -> Fingerprint:
+    """What must survive the next pass."""
     live = live_nodes(graph)
     for_loss = _producers([v for v in graph.graph.outputs if v.name == graph.signature.loss])
-    loss_reads = {v.name or "" for n in for_loss for v in reads(n)}
+    read = {v for n in for_loss for v in reads(n)} | {v for v in graph.graph.outputs if v.name == graph.signature.loss}
+    loss_reads = {v.name or "" for v in read}
     forming = frozenset(p.name for p in graph.signature.parameters if p.name in loss_reads)
     reaching = {v.name or "" for n in live for v in reads(n)} | {v.name or "" for v in graph.graph.outputs}
     names = [v.name or "" for v in graph.graph.inputs]
-    draws = sorted(d for n in graph.graph if n in live for d in draws_of(n))
+    of = {n: found for n in graph.graph if n in live and (found := draws.of(n))}
+    drawn = sorted(d for found in of.values() for d in found)
     if graph.stage in ("lowered", "planned") or graph.model.functions:
         # a numbered draw may be made again: recomputed, or redrawn for the backward half (in fused regions too)
-        draws = sorted([*{d for d in draws if "#" in d}, *(d for d in draws if "#" not in d)])
+        drawn = sorted([*{d for d in drawn if "#" in d}, *(d for d in drawn if "#" not in d)])
     types = tuple((v.name or "", f"{v.dtype}{v.shape}") for v in graph.graph.inputs)
-    return Fingerprint(graph.signature, frozenset(n for n in names if n in reaching), forming, tuple(draws), types)
+    shown = [d for n in of if n in for_loss for v in n.outputs if v in read for d in draws.shown_by(v)]
+    late = [n for n in live if n not in for_loss]
+    read = {v for n in late for v in reads(n)} | set(graph.graph.outputs)
+    backward = [d for n in late if n in of for v in n.outputs if v in read for d in draws.shown_by(v)]
+    backward += [d for n in late for d in draws.undone_by(n)]
+    return Fingerprint(
+        graph.signature,
+        frozenset(n for n in names if n in reaching),
+        forming,
+        tuple(drawn),
+        types,
+        frozenset(shown),
+        frozenset(backward),
+    )
 
 
 def live_nodes(graph: TrainingGraph) -> set[ir.Node]:
@@ -310,6 +345,18 @@ def compare(
         gone = sorted(set(before.draws) - set(after.draws)) or sorted(set(after.draws) - set(before.draws))
         what = f"random nodes {', '.join(gone) or 'were duplicated'}: merged, folded, removed or duplicated"
         raise VerificationError(f"invariant random-nodes-are-kept is broken after pass {by}: {what}", "remove the pass")
+    unseen = sorted(before.drawn_for_loss - after.drawn_for_loss)
+    if unseen and not moves_stage:
+        what = f"what {unseen[0]} draws no longer reaches the loss: the node was bypassed"
+        raise VerificationError(
+            f"invariant draws-keep-their-effect is broken after pass {by}: {what}", "remove the pass"
+        )
+    unseen = sorted(before.drawn_for_gradients - after.drawn_for_gradients)
+    if unseen and not moves_stage:
+        what = f"no gradient reads what {unseen[0]} draws any more: its gradient was bypassed, or reads another mask"
+        raise VerificationError(
+            f"invariant draws-keep-their-effect is broken after pass {by}: {what}", "remove the pass"
+        )
     if not moves_stage and before.signature != after.signature:
         raise VerificationError(f"invariant signature-is-kept is broken after pass {by}", "remove the pass")
     changed = dict(before.input_types).items() - dict(after.input_types).items()

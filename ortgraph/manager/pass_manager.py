@@ -16,10 +16,9 @@ from ortgraph.graph import STAGES, TrainingGraph
 from ortgraph.graph import verify as rules
 from ortgraph.graph.text import text_hash
 from ortgraph.manager.base import GraphPass, Outcome, Refusal
+from ortgraph.manager.draws import draws_in
 from ortgraph.manager.instruments import Instrument
 from ortgraph.manager.pipeline_text import pipeline_text
-from ortgraph.ops import generated
-from ortgraph.ops.spec import COMPOSITE, GENERATED, KERNELS, spec_of
 
 logger = logging.getLogger(__name__)
 Look = tuple[str, rules.Fingerprint]
@@ -207,7 +206,7 @@ def _collector_paused() -> Iterator[None]:
 
 def _look(graph: TrainingGraph) -> Look:
     """What is compared around a pass: a hash of the text, and what must survive."""
-    return text_hash(graph), rules.fingerprint(graph, draw_identities)
+    return text_hash(graph), rules.fingerprint(graph, draws_in(graph))
 
 
 def _call(p: ir.passes.PassBase, graph: TrainingGraph, name: str) -> Outcome:
@@ -224,24 +223,3 @@ def _call(p: ir.passes.PassBase, graph: TrainingGraph, name: str) -> Outcome:
     if isinstance(result, Outcome):
         return result
     return Outcome(result.model, result.modified, {"modified": int(result.modified)})
-
-
-def draw_identities(node: ir.Node) -> tuple[str, ...]:
-    """What a node draws: the numbers of a composite, a kernel or a fused region, else its operator."""
-    if node.domain == GENERATED:
-        return tuple(f"Dropout#{number}" for number in generated.draws_of(node))
-    found = draw_identity(node)
-    return () if found is None else (found,)
-
-
-def draw_identity(node: ir.Node) -> str | None:
-    """What makes a drawing node itself: the number of a composite or kernel, else its operator. None for pure nodes."""
-    spec = spec_of(node)
-    if node.domain in (COMPOSITE, KERNELS) and "node" in node.attributes:
-        if node.op_type == "AttentionGrad":
-            return None  # the forward half's draw, made again
-        drawn = "Dropout" if node.op_type.startswith("Attention") else node.op_type
-        return f"{drawn}#{node.attributes['node'].as_int()}"
-    if spec.known and not spec.deterministic:
-        return node.op_type
-    return None

@@ -1,12 +1,51 @@
-"""Verifier rules that need facts about operators: types. Registered beside those of ``ortgraph.graph.verify``."""
+"""Verifier rules that need facts about operators: forms and types. Registered beside those of ``ortgraph.graph.verify``."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import onnx_ir as ir
 
+from ortgraph.errors import OrtgraphError
 from ortgraph.graph import TrainingGraph
 from ortgraph.graph.verify import Found, rule
-from ortgraph.ops import infer_node
+from ortgraph.ops import generated, infer_node
+from ortgraph.ops.composite_forms import FORMS
+from ortgraph.ops.kernels.table import KERNELS as TABLE
+from ortgraph.ops.kernels.table import base_name
+from ortgraph.ops.shapes import operator
+from ortgraph.ops.spec import COMPOSITE, GENERATED, KERNELS
+
+
+@rule(
+    "composites-have-their-form",
+    "structure",
+    "Composites and kernels have the inputs, attributes and element types of their definition.",
+)
+def composite_forms(graph: TrainingGraph) -> Found:
+    for node in graph.graph:
+        for problem in _form_problems(node):
+            yield f"{operator(node)} {node.name!r}: {problem}", node
+
+
+def _form_problems(node: ir.Node) -> Iterator[str]:
+    if node.domain == GENERATED:
+        body = generated.body_of(node.op_type)
+        if body is None:
+            yield "its body is not among the functions of the model"
+            return
+        yield from (f"its attribute {a} is missing" for a in body.attributes if a not in node.attributes)
+    elif node.domain == COMPOSITE:
+        if node.op_type not in FORMS:
+            yield f"there is no such composite; known are {', '.join(sorted(FORMS))}"
+            return
+        yield from FORMS[node.op_type].problems(node)
+    elif node.domain == KERNELS:
+        entry = TABLE.get(base_name(node.op_type))
+        if entry is None:
+            yield "there is no such kernel"
+        elif entry.implements == (COMPOSITE, entry.name):
+            yield from FORMS[entry.name].problems(node)
 
 
 @rule("recorded-types-are-right", "types", "Recorded dtypes and shapes equal inferred ones.")
@@ -14,7 +53,11 @@ def recorded_types(graph: TrainingGraph) -> Found:
     imports = graph.graph.opset_imports
     for node in graph.graph:
         recorded = [(o.dtype, o.shape, o.type) for o in node.outputs]
-        infer_node(node, imports)
+        try:
+            infer_node(node, imports)
+        except OrtgraphError as error:
+            yield str(error).splitlines()[0], node
+            continue
         inferred = [(o.dtype, o.shape) for o in node.outputs]
         for output, (_, shape, full_type) in zip(node.outputs, recorded, strict=True):
             if full_type is not None:

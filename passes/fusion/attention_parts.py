@@ -148,7 +148,7 @@ def product(node: ir.Node | None, lead: tuple[Dim, Dim] | None) -> Product | Non
 
 def repeated(operand: Heads) -> tuple[ir.Value, int] | None:
     """(value [B, G, T, D], how often) when the operand is it with each head repeated in place."""
-    four = operand.view or tuple(operand.source.shape)  # type: ignore[arg-type]
+    four = operand.view or tuple(operand.source.shape or ())
     view = producer_of(operand.source, "Reshape")
     wide = producer_of(view.inputs[0], "Expand") if view is not None else None
     narrow = producer_of(wide.inputs[0], "Reshape", "Unsqueeze") if wide is not None else None

@@ -57,7 +57,8 @@ class FuseGemmBias(RewritePass):
             return "the left operand is transposed and has batch dimensions"
         if any(attribute(node, k, 0) for k in ("transBatchA", "transBatchB")):
             return "batch dimensions are transposed"
-        assert product.shape is not None
+        if product.shape is None:
+            return f"the shape of the product %{product.name} is not known"
         width = product.shape[-1]
         if not isinstance(width, int) or not isinstance(w.shape[0 if not attribute(node, "transB", 0) else 1], int):
             return "the width of the product is not known"

@@ -219,7 +219,9 @@ def _dropout_why_not(node: ir.Node) -> str | None:
 
 def _dropout_grad(b: Builder, node: ir.Node) -> list[ir.Value]:
     ratio = scalar(given(node, 2))
-    return [b.op("DropoutGrad", *node.inputs[:2], domain=COMPOSITE, ratio=0.5 if ratio is None else ratio)]
+    drawing = producer_of(node.inputs[1], "Dropout", domain=COMPOSITE)
+    draw = {} if drawing is None else {"draw": attribute(drawing, "node")}
+    return [b.op("DropoutGrad", *node.inputs[:2], domain=COMPOSITE, ratio=0.5 if ratio is None else ratio, **draw)]
 
 
 def _scale_why_not(node: ir.Node) -> str | None:

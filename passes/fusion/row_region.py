@@ -49,7 +49,8 @@ class RowRegion:
         like: A region of the same root: what is known about values and nodes is shared.
 
     Attributes:
-        axes: The reduced axes, non-negative; None when no reduction is near, and the region is then empty.
+        axes: The reduced axes, non-negative; None when no reduction is near or the root has no shape, and the region is
+            then empty.
         nodes: Nodes in topological order.
         order: Position of a value's node.
     """
@@ -64,7 +65,7 @@ class RowRegion:
         self.root, self.closed = root, frozenset(closed)
         self.nodes: list[ir.Node] = []
         self.order: dict[ir.Value, int] = {}
-        self.axes = axes or _nearest_axes(root, self.closed)
+        self.axes = None if root.shape is None else axes or _nearest_axes(root, self.closed)
         same = like is not None and like.root is root and like.axes == self.axes
         self._kinds: dict[ir.Value, str | None] = like._kinds if same else {}  # type: ignore[union-attr]
         self._operands: dict[ir.Node, list[ir.Value]] = like._operands if same else {}  # type: ignore[union-attr]

@@ -66,6 +66,8 @@ class ChunkLoss(RewritePass):
             head = find_head(node)
         except NotAHead as found:
             return Refusal(node.name or "", str(found))
+        if head.loss.inputs[0] is None or head.loss.inputs[0].dtype is None:
+            return Refusal(node.name or "", "the element type of the scores is not known")
         position = {n: i for i, n in enumerate(graph.graph)}
         nodes = tuple(sorted(dict.fromkeys(head.nodes), key=position.__getitem__))
         outputs = (node.outputs[0], *(r.value for r in head.results))
