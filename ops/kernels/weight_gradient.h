@@ -94,7 +94,8 @@ class WeightGradient {
         turned(rows);
         float* const to = dw + c * taps + t;
         // Whole vectors are faster; the next row puts right what one writes too much.
-        const std::int64_t whole = taps < kLanes ? std::max<std::int64_t>(0, (count * taps - kLanes) / taps + 1) : 0;
+        const std::int64_t spare = count * taps - kLanes;  // behind the first row's vector
+        const std::int64_t whole = taps < kLanes && spare >= 0 ? spare / taps + 1 : 0;
         for (std::int64_t r = 0; r < std::min(whole, count); ++r) store(to + r * taps, rows[r], Full{});
         for (std::int64_t r = whole; r < count; ++r) store(to + r * taps, rows[r], Part{static_cast<int>(n)});
       }

@@ -53,16 +53,19 @@ class KernelRunner:
         return self.session.run(self.names, {**self.feeds, **feeds})
 
     def run_inplace(self, pairs, expected):
-        """Bind output o over input i for every (i, o) of ``pairs``; the rest get buffers of their own."""
+        """Bind output o over input i for every (i, o) of ``pairs``; the rest get buffers, and must not write behind."""
         feeds = {k: x.copy() for k, x in self.feeds.items()}
         over = {f"o{o}": feeds[f"i{i}"] for i, o in pairs}
         binding = self.session.io_binding()
         for name, x in feeds.items():
             binding.bind_input(name, "cpu", 0, x.dtype, x.shape, x.ctypes.data)
-        buffers = {n: over.get(n, np.full_like(y, 7)) for n, y in zip(self.names, expected, strict=True)}
+        rooms = {n: np.full(y.size + 64, 7, y.dtype) for n, y in zip(self.names, expected, strict=True)}
+        buffers = {n: over.get(n, rooms[n][:-64]) for n in self.names}
         for name, y in zip(self.names, expected, strict=True):
             binding.bind_output(name, "cpu", 0, y.dtype, y.shape, buffers[name].ctypes.data)
         self.session.run_with_iobinding(binding)
+        for name, room in rooms.items():
+            assert (room[-64:] == np.full(64, 7, room.dtype)).all(), f"{name} is written behind its end"
         return [buffers[n].reshape(y.shape) for n, y in zip(self.names, expected, strict=True)]
 
 

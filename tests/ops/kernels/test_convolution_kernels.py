@@ -91,6 +91,8 @@ def test_convolution_and_gradients(kernel, form):
     for got, want, length in zip(every, expected, (depth * w.shape[0] // w.shape[1], pixels, pixels), strict=True):
         near(got, want, length)
     for threads in (1, 2):
+        bound = kernel("ConvGrad", [dy, x, w], 3, threads=threads, **options).run_inplace((), every)
+        assert all(np.array_equal(a, b) for a, b in zip(bound, every, strict=True))
         for outputs, absent in ((2, ("o0",)), (1, ()), (3, ("o0", "o1"))):
             some = kernel("ConvGrad", [dy, x, w], outputs, threads=threads, absent=absent, **options).run()
             kept = [i for i in range(outputs) if f"o{i}" not in absent]
