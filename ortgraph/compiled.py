@@ -11,6 +11,8 @@ import numpy as np
 
 from ortgraph.capture import capture
 from ortgraph.errors import BatchError
+from ortgraph.graph import TrainingGraph
+from ortgraph.manager.graph_cache import cached, text_of
 from ortgraph.manager.optimize import optimize
 from ortgraph.runtime.batch import Batch
 from ortgraph.runtime.session import TrainingSession
@@ -90,11 +92,16 @@ class CompiledStep:
     def _make(self, batch: Batch) -> TrainingSession:
         logger.info("capturing for batch shapes %s", _shapes(batch))
         graph = capture(self.module, batch, dynamic=self._dynamic, loss=self._loss)
-        result = optimize(
+        optimizer = None if self._optimizer is None else str(self._optimizer)
+        facts = text_of("compile", self._pipeline, optimizer, self._target, self._precision, self._memory_budget)
+        optimized = self._optimize(graph) if facts is None else cached(graph, facts, lambda: self._optimize(graph))
+        return TrainingSession(optimized, threads=self._threads)
+
+    def _optimize(self, graph: TrainingGraph) -> TrainingGraph:
+        return optimize(
             graph, self._pipeline, optimizer=self._optimizer, target=self._target, precision=self._precision,
             memory_budget=self._memory_budget,
-        )  # fmt: skip
-        return TrainingSession(result.graph, threads=self._threads)
+        ).graph  # fmt: skip
 
 
 def compile(module: Any, optimizer: Any = None, **options: Any) -> CompiledStep:

@@ -14,6 +14,7 @@ from ortgraph.capture.torch_decompositions import decompositions
 from ortgraph.dynamo.joint_graph import arguments_of
 from ortgraph.dynamo.options import Options
 from ortgraph.dynamo.partition import Compiler
+from ortgraph.dynamo.per_shape import PerShape, is_symbolic
 from ortgraph.errors import CaptureError, OrtgraphError, RuntimeSetupError
 
 logger = logging.getLogger(__name__)
@@ -43,10 +44,17 @@ def backend(
     """
     chosen = options if isinstance(options, Options) else Options.of(options)
     check_torch(allow_untested=False)
+    if is_symbolic(example_inputs):
+        return PerShape(lambda args: _compile(graph_module, args, chosen))
+    return _compile(graph_module, example_inputs, chosen)
+
+
+def _compile(graph_module: GraphModule, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+    """Compile, or let PyTorch run what cannot be compiled."""
     try:
-        return compile_static(graph_module, example_inputs, chosen)
+        return compile_static(graph_module, inputs, options)
     except _CANNOT as error:
-        if not chosen.fallback:
+        if not options.fallback:
             raise
         _warn(error)
         return graph_module.forward

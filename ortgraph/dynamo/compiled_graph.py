@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import onnx_ir as ir
 import torch
 
 from ortgraph.capture.torch_translate import DTYPES
-from ortgraph.dynamo.arena_pool import Pool
+from ortgraph.dynamo.arena_pool import Pool, Results
 from ortgraph.dynamo.bound_half import BoundHalf, Name
 from ortgraph.dynamo.halves import Half, cut
 from ortgraph.dynamo.joint_graph import JointGraph
@@ -28,14 +28,14 @@ class Result:
     """One result of a half.
 
     Attributes:
-        slot: Its own memory is the address of this slot; None where it is a copy.
+        own: Under which name it has memory of its own; None where it is a copy.
         copy_of: Where its bytes are, when it is no value with memory of its own.
         constant: Its value, when it is the same in every run.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    slot: int | None = None
+    own: Source | None = None
     copy_of: Source | None = None
     constant: torch.Tensor | None = None
 
@@ -65,7 +65,7 @@ class CompiledGraph:
         tail = -(-self.arena_bytes // ALIGNMENT) * ALIGNMENT
         self._draw_at = tail
         self._pool = Pool(tail + _DRAW)
-        self._arguments = {n: i for i, n in enumerate(joint.primals)}
+        self._arguments = {n: i for i, n in enumerate(joint.primals) if n is not None}
         self._tangents = {n: i for i, n in enumerate(joint.tangents)}
         forward, backward = self.halves.forward, self.halves.backward
         self._results = _results([o for o in joint.outputs], self, "result", forward)
@@ -76,15 +76,16 @@ class CompiledGraph:
         self.saved_args = sorted(i for kind, i in reads_b if kind == "argument")
         self.saved_results = sorted(i for kind, i in reads_b if kind == "result")
         self._backward_tangents = sorted(i for kind, i in reads_b if kind == "tangent")
-        own_f = [("result", i) for i, r in enumerate(self._results) if isinstance(r, Result) and r.slot is not None]
-        own_b = [("gradient", i) for i, r in enumerate(self._gradients) if isinstance(r, Result) and r.slot is not None]
-        self._slots_f = [*(("argument", i) for i in self._forward_args), *own_f]
+        own_f, own_b = _own(self._results), _own(self._gradients)
+        self._slots_f = [*(("argument", i) for i in self._forward_args), *(r.own for r in own_f)]
         self._slots_b = [
             *(("argument", i) for i in self.saved_args),
             *(("result", i) for i in self.saved_results),
             *(("tangent", i) for i in self._backward_tangents),
-            *own_b,
+            *(r.own for r in own_b),
         ]
+        self._memory_f = Results([(r.shape, r.dtype) for r in own_f])
+        self._memory_b = Results([(r.shape, r.dtype) for r in own_b])
         self._forward = self._bind(forward, sessions[0], self._slots_f)
         self._backward = self._bind(backward, sessions[1], self._slots_b)
         self._notes = [(n, self._arguments[n.input]) for n in joint.notes]
@@ -117,14 +118,14 @@ class CompiledGraph:
             # why PyTorch's generator: torch.manual_seed and checkpoints of its state then reproduce the draws
             arena[self._draw_at : self._draw_at + 16].view(torch.int64).copy_(_key())
         tensors = [_dense(args[i]) for i in self._forward_args]
-        made = [_empty(r) for r in self._results]
-        addresses = [t.data_ptr() for t in tensors]
-        addresses += [t.data_ptr() for t in made if t is not None]
-        self._forward.run(base, addresses)
-        sources = {("argument", i): t for i, t in zip(self._forward_args, tensors, strict=True)}
-        sources.update((("result", i), t) for i, t in enumerate(made) if t is not None)
-        results = [self._finish(r, t, sources, arena) for r, t in zip(self._results, made, strict=True)]
-        return [*results, arena, *(args[i] for i in self.saved_args), *(made[i] for i in self.saved_results)]
+        tensors += self._memory_f.take()
+        self._forward.run(base, [t.data_ptr() for t in tensors])
+        sources = dict(zip(self._slots_f, tensors, strict=True))
+        results = [self._finish(r, sources, arena) for r in self._results]
+        for i, strides in self._joint.strides.items():  # why: what runs next was compiled for PyTorch's layout
+            results[i] = torch.empty_strided(results[i].shape, strides, dtype=results[i].dtype).copy_(results[i])
+        saved = [sources["result", i] for i in self.saved_results]
+        return [*results, arena, *(args[i] for i in self.saved_args), *saved]
 
     def backward(self, args: list[Any]) -> list[Any]:
         """Gradients by argument, of the arena, the saved arguments and results, and the tangents."""
@@ -134,20 +135,21 @@ class CompiledGraph:
             # why: the backward half writes over saved values that it needs no more
             arena = self._pool.take().copy_(arena)
         tensors = [_dense(t) for t in (*saved, *(tangents[i] for i in self._backward_tangents))]
-        made = [_empty(r) for r in self._gradients]
-        addresses = [t.data_ptr() for t in tensors] + [t.data_ptr() for t in made if t is not None]
-        self._backward.run(arena.data_ptr(), addresses)
-        sources = dict(zip(self._slots_b, (*tensors, *(t for t in made if t is not None)), strict=True))
-        return [self._finish(r, t, sources, arena) for r, t in zip(self._gradients, made, strict=True)]
+        tensors += self._memory_b.take()
+        self._backward.run(arena.data_ptr(), [t.data_ptr() for t in tensors])
+        sources = dict(zip(self._slots_b, tensors, strict=True))
+        return [self._finish(r, sources, arena) for r in self._gradients]
 
     def infer(self, args: list[Any]) -> list[Any]:
         """Results alone."""
         return self.forward(args)[: len(self._results)]
 
     @staticmethod
-    def _finish(result: Any, own: torch.Tensor | None, sources: dict[Any, torch.Tensor], arena: torch.Tensor) -> Any:
-        if own is not None or not isinstance(result, Result):
-            return own if own is not None else result
+    def _finish(result: Any, sources: dict[Source, torch.Tensor], arena: torch.Tensor) -> Any:
+        if not isinstance(result, Result):
+            return result
+        if result.own is not None:
+            return sources[result.own]
         if result.constant is not None:
             return result.constant.clone()
         assert result.copy_of is not None
@@ -234,7 +236,7 @@ def _results(names: Sequence[Any], compiled: CompiledGraph, kind: str, half: Hal
         root = compiled.halves.storage[name].name or ""
         if name in computed and source == (kind, i) and root not in owned:
             owned.add(root)
-            made.append(Result(shape, dtype, slot=i))
+            made.append(Result(shape, dtype, own=source))
         else:
             made.append(Result(shape, dtype, copy_of=source))
     return made
@@ -250,10 +252,6 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_contiguous() and not tensor.is_neg() else tensor.resolve_neg().contiguous()
 
 
-def _empty(result: Any) -> torch.Tensor | None:
-    if not isinstance(result, Result) or result.slot is None:
-        return None
-    return torch.empty(result.shape, dtype=result.dtype)
-
-
-Function = Callable[[list[Any]], list[Any]]
+def _own(results: Sequence[Any]) -> list[Result]:
+    """The results that have memory of their own."""
+    return [r for r in results if isinstance(r, Result) and r.own is not None]

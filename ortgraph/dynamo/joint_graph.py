@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -44,19 +44,21 @@ class JointGraph:
 
     Attributes:
         graph: At stage ``captured``. It holds no values: parameters belong to PyTorch.
-        primals: Graph input of each argument.
+        primals: Graph input of each argument; None for numbers.
         tangents: Graph input of each tangent.
         outputs: Graph output of each forward result; a number or None where the result is one.
         gradients: Graph output of each argument's gradient; None where there is none.
+        strides: Of each forward result that is not row-major in PyTorch.
         random: Graph inputs with the random key and the step, when the graph draws.
         notes: Arguments that are read as indices.
     """
 
     graph: TrainingGraph
-    primals: tuple[str, ...]
+    primals: tuple[str | None, ...]
     tangents: tuple[str, ...]
     outputs: tuple[Any, ...]
     gradients: tuple[str | None, ...]
+    strides: Mapping[int, tuple[int, ...]]
     random: tuple[str, str] | None
     notes: tuple[IndexNote, ...]
 
@@ -121,7 +123,7 @@ class _Assembly:
     def build(self) -> JointGraph:
         """See ``joint_graph``."""
         kinds = [self._kind(node, i) for i, node in enumerate(self.primals)]
-        primals = tuple(self._input(node, k.name) for node, k in zip(self.primals, kinds, strict=True))
+        primals = tuple(self._primal(node, k.name) for node, k in zip(self.primals, kinds, strict=True))
         tangents = tuple(self._input(node, f"tangent/{i}") for i, node in enumerate(self.tangents))
         for node in self.module.graph.nodes:
             if node.op == "get_attr":
@@ -140,15 +142,26 @@ class _Assembly:
         inputs = {v.name: v for v in self.graph.inputs}
         self.graph.inputs[:] = [inputs[n] for n in order]
         model = ir.Model(self.graph, ir_version=IR_VERSION, producer_name="ortgraph")
-        read = {n: name for n, name in zip(self.primals, primals, strict=True) if not _is_float(n)}
+        read = {n: name for n, name in zip(self.primals, primals, strict=True) if name and not _is_float(n)}
         notes = tuple(index_notes(iter(self.module.graph.nodes), read, self.t.dim))
-        return JointGraph(TrainingGraph(model, signature), primals, tangents, outputs, gradients, random, notes)
+        strides = {
+            i: tuple(r.meta["val"].stride())
+            for i, r in enumerate(self.results)
+            if isinstance(r, Node) and not r.meta["val"].is_contiguous()
+        }
+        graph = TrainingGraph(model, signature)
+        return JointGraph(graph, primals, tangents, outputs, gradients, strides, random, notes)
 
     def _kind(self, node: Node, position: int) -> Argument:
         role = node.meta.get("desc")
         index = getattr(role, "idx", position)
         plain = type(role).__name__ == "PlainAOTInput" and 0 <= index < len(self.arguments)
         return self.arguments[index] if plain else Argument(node.name)
+
+    def _primal(self, node: Node, name: str) -> str | None:
+        """The graph input of an argument; a number is part of the trace."""
+        number = not isinstance(node.meta.get("val"), torch.Tensor) and not node.users
+        return None if number else self._input(node, name)
 
     def _input(self, node: Node, name: str) -> str:
         fake = node.meta.get("val")
@@ -180,7 +193,7 @@ class _Assembly:
     def _signature(
         self,
         kinds: Sequence[Argument],
-        primals: Sequence[str],
+        primals: Sequence[str | None],
         tangents: Sequence[str],
         outputs: Sequence[Any],
         gradients: Sequence[str | None],
@@ -199,7 +212,7 @@ class _Assembly:
                 loss, seed = output, tangent
                 break
         cut = next((n for n in self.graph if n.metadata_props.get(PHASE_KEY) == "backward"), None)
-        roles = [(k.kind, name) for k, name in zip(kinds, primals, strict=True)]
+        roles = [(k.kind, name) for k, name in zip(kinds, primals, strict=True) if name is not None]
         return Signature(
             loss=loss,
             inputs=tuple(n for kind, n in roles if kind == "input"),
@@ -212,7 +225,9 @@ class _Assembly:
             outputs=tuple(dict.fromkeys(n for n in named if n != loss)),
             loss_gradient=seed,
             tangents={o: t for o, t in mapped.items() if t != seed},
-            input_gradients={n: g for n, g in of.items() if g is not None and (("parameter", n) not in roles)},
+            input_gradients={
+                n: g for n, g in of.items() if n is not None and g is not None and (("parameter", n) not in roles)
+            },
             states=()
             if random is None
             else (

@@ -10,7 +10,7 @@ import torch
 
 from ortgraph.dynamo.backend import backend
 from ortgraph.dynamo.options import Options
-from ortgraph.errors import InputError
+from ortgraph.errors import InputError, OrtgraphError
 
 _OWN = frozenset({"_original", "_options", "_compiled", "training"})
 _SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -87,8 +87,17 @@ class ORTModule(torch.nn.Module):
         return self._original
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the wrapped module returns."""
-        return self._compiled(*args, **kwargs)
+        """What the wrapped module returns.
+
+        Raises:
+            OrtgraphError: A part cannot be compiled and ``fallback`` is off, or an operator refuses its input.
+        """
+        try:
+            return self._compiled(*args, **kwargs)
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, OrtgraphError):
+                raise error.inner_exception from error
+            raise
 
     def train(self, mode: bool = True) -> ORTModule:
         """Training mode of the wrapped module."""
