@@ -295,9 +295,7 @@ FORMS: dict[str, CompositeForm] = {
     ),
     "Dropout": CompositeForm(("X", "Key", "Step"), ("Y", "Mask"), {"ratio": _RATIO, "node": _NUMBER}),
     "DropoutGrad": CompositeForm(("dY", "Kept"), ("dX",), {"ratio": _RATIO, "draw": _INT}, alike=("dY", "Kept")),
-    "RandomUniform": CompositeForm(
-        ("Key", "Step"), ("U",), {"node": _NUMBER, "shape": dataclasses.replace(_ints(0), required=True)}
-    ),
+    "RandomUniform": CompositeForm(("Key", "Step"), ("U",), {"node": _NUMBER, "shape": _ints(0)}),
     "AdamW": CompositeForm(
         (*_UPDATE, "M", "V", *_GUARD), ("W'", "M'", "V'"), _ADAM, alike=("W", "G", "M", "V")
     ),

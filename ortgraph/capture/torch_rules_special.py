@@ -167,15 +167,14 @@ def _folded(t: Translation, grad: ir.Value, axis: int, size: Any, before: Any, a
 def _resize_matrices(
     t: Translation, kind: str, sizes: Sequence[Any], out: Sequence[Any], align: bool, scales: Sequence[Any]
 ) -> list[ir.Value]:
-    """Resizing is linear and works axis by axis: PyTorch's own result on unit vectors, [out, size]."""
+    """Resizing is linear and works axis by axis: PyTorch's own result on unit vectors is [out, size]."""
     if not all(isinstance(d, int) for d in (*sizes, *out)):
         raise t.unsupported("antialiased resizing of a symbolic size", "keep spatial sizes static")
     resize = getattr(torch.ops.aten, f"_upsample_{kind}2d_aa")
     made = []
     for size, count, scale in zip(sizes, out, scales, strict=True):
-        unit = torch.eye(int(size), dtype=torch.float64).reshape(int(size), 1, int(size), 1)
-        column = resize(unit, [int(count), 1], align, scale, None)
-        made.append(t.const(column.reshape(int(size), int(count)).t().numpy(), t.out_dtype()))
+        unit = torch.eye(int(size), dtype=torch.float64)[None, None]
+        made.append(t.const(resize(unit, [int(count), int(size)], align, scale, None)[0, 0].numpy(), t.out_dtype()))
     return made
 
 

@@ -11,6 +11,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 
 # Called like the function that it replaces. NotImplemented leaves a call to the original.
@@ -45,12 +46,28 @@ def substitutes() -> dict[Any, Replacement]:
     return _TABLE
 
 
+def _is_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """Whether an attention mask is said to be causal. PyTorch compares its values, only to pick a faster kernel."""
+    return is_causal is True
+
+
 class Substituting(TorchFunctionMode):
     """Replaces functions while it is entered."""
 
     def __init__(self) -> None:
         super().__init__()
         self._table = substitutes()
+        self._looks_at_mask: Any = None
+
+    def __enter__(self) -> Substituting:
+        self._looks_at_mask = transformer._detect_is_causal_mask
+        transformer._detect_is_causal_mask = _is_causal
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        transformer._detect_is_causal_mask = self._looks_at_mask
+        super().__exit__(*raised)
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

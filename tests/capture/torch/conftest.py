@@ -129,6 +129,66 @@ def check_capture() -> Callable[..., TrainingGraph]:
     return check
 
 
+class _Many(torch.nn.Module):
+    """Weighted sums of functions, each of a parameter of its own and perhaps of a layer; every sum is an output."""
+
+    def __init__(self, cases: dict[str, tuple], seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.functions = {name: case[1] for name, case in cases.items()}
+        self.w, self.layer = torch.nn.ParameterDict(), torch.nn.ModuleDict()
+        for name, (shape, _, *layer) in cases.items():
+            self.w[name] = torch.nn.Parameter(torch.randn(shape, generator=generator))
+            if layer:
+                self.layer[name] = layer[0]()
+            with torch.no_grad():
+                out = self.called(name, torch.ones(()))
+            self.register_buffer(f"c_{name}", torch.randn(out.shape, generator=generator))
+
+    def called(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        w = self.w[name] * x
+        return self.functions[name](self.layer[name], w) if name in self.layer else self.functions[name](w)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        sums = {}
+        for name in self.functions:
+            out = self.called(name, x)
+            sums[f"sum_{name}"] = (out.to(x.dtype) * getattr(self, f"c_{name}")).sum()
+        return {"loss": torch.stack(list(sums.values())).sum(), **sums}
+
+
+@pytest.fixture
+def check_together() -> Callable[..., TrainingGraph]:
+    """Capture many functions as one graph; every gradient and every result at 1 and 2 threads.
+
+    Cases by name: a parameter's shape, a function of it, and perhaps a maker of a layer, which the function gets first.
+    """
+
+    def check(cases: dict[str, tuple], seed: int = 3) -> TrainingGraph:
+        torch.manual_seed(seed)
+        module, batch = _Many(cases, seed), {"x": torch.ones(())}
+        double = copy.deepcopy(module).double()
+        before = copy.deepcopy(module)
+        graph = ortgraph.capture(module, batch)
+        verify(graph, "types")
+        _, want = torch_gradients(copy.deepcopy(before), lambda m: own_loss(m, batch))
+        _, exact = torch_gradients(copy.deepcopy(double), lambda m: own_loss(m, as_double(batch)))
+        results = [{k: v.item() for k, v in m(**b).items()} for m, b in ((before, batch), (double, as_double(batch)))]
+        model = expanded_model(graph, batch)
+        for threads in (1, 2):
+            first, again = run_model(model, graph, batch, threads, 2, {})
+            assert all(np.array_equal(first[k], again[k]) for k in first), "repeats differ"
+            for name in graph.signature.outputs:
+                own, true = results[0][name], results[1][name]
+                terms = module.get_buffer(f"c_{name.removeprefix('sum_')}").numel()
+                error = abs(first[name].item() - true)
+                assert error <= 4 * abs(own - true) + 1e-6 * (abs(true) + terms), f"{name}: {error:.2e}"
+            assert_close_gradients({n: first[g] for n, g in graph.signature.gradients.items()}, want, exact)
+        return graph
+
+    return check
+
+
 @pytest.fixture
 def check_presets() -> Callable[..., dict[str, TrainingGraph]]:
     """Optimize a captured graph, compare every gradient at 1 and 2 threads, and repeat for bit equality."""
