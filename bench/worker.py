@@ -29,7 +29,8 @@ class Side:
     """What one process runs.
 
     Attributes:
-        kind: ``ortgraph``, ``gradients`` (ortgraph without an update), ``raw`` and ``raw-gradients`` (the captured
+        kind: ``ortgraph``, ``gradients`` (ortgraph without an update), ``module`` and ``module-gradients`` (ORTModule, with
+            FusedAdam and alone), ``raw`` and ``raw-gradients`` (the captured
             graph in ONNX Runtime), ``torch``.
         workload: A name of ``bench.workloads`` or ``file.py:function``.
         attention: Attention implementation; empty where there is no choice.
@@ -217,11 +218,37 @@ def raw_runner(side: Side) -> Runner:
     return Runner(lambda form: step)
 
 
+def module_runner(side: Side) -> Runner:
+    """ORTModule: forward and backward, and FusedAdam unless gradients alone are asked for."""
+    import torch
+
+    import ortgraph
+    from ortgraph.optim import FusedAdam
+
+    torch.set_num_threads(side.threads)
+    made = build(side.workload, side.attention)
+    module, batch = made["module"], made["batch"]
+    compiled = ortgraph.ORTModule(module, pipeline=side.level, fallback=False, **precision_options(side))
+    optimizer = FusedAdam(module.parameters(), lr=LEARNING_RATE) if side.kind == "module" else None
+    parameters = list(module.parameters())
+
+    def step() -> None:
+        for p in parameters:
+            p.grad = None
+        compiled(**batch).loss.backward()
+        if optimizer is not None:
+            optimizer.step()
+
+    return Runner(lambda form: step)
+
+
 MAKERS: dict[str, Callable[[Side], Runner]] = {
     "torch": torch_runner,
     "raw": raw_runner,
     "raw-gradients": raw_runner,
     "gradients": gradients_runner,
+    "module": module_runner,
+    "module-gradients": module_runner,
     "ortgraph": ortgraph_runner,
 }
 

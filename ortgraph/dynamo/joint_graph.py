@@ -22,7 +22,7 @@ from ortgraph.graph.training_graph import TrainingGraph
 from ortgraph.ops.spec import COMPOSITE
 
 _OPSET = 18
-_MEMBER = re.compile(r"_modules\['([^']+)'\]|_(parameters|buffers)\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]|\.(\w+)")
+_MEMBER = re.compile(r"\._modules\['([^']+)'\]|\._(parameters|buffers)\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]|\.(\w+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +135,7 @@ class _Assembly:
             self._output(g, f"gradient/{name}", "backward") for g, name in zip(self.grads, primals, strict=False)
         )
         remove_dead(self.graph)
+        self.t.raise_obstacles()
         draws = self.t.random
         random = None if draws is None else (str(draws[0].name), str(draws[1].name))
         signature = self._signature(kinds, primals, tangents, outputs, gradients, random)
