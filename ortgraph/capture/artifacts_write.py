@@ -26,6 +26,7 @@ from ortgraph.errors import UnsupportedError
 from ortgraph.graph import Names, TrainingGraph, is_used, replace_value
 from ortgraph.graph.edit import remove_node, trim_inputs
 from ortgraph.graph.training_graph import METADATA_KEY
+from ortgraph.graph.writing import writing
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.expand import expand_composites, expand_node
 from ortgraph.ops.spec import COMPOSITE, CONTRIB, KERNELS
@@ -49,7 +50,7 @@ def write(graph: TrainingGraph, folder: pathlib.Path, optimizer: OptimizerSpec) 
     trained = [_tensor(graph, p.name) for p in parameters if p.trainable]
     kept = [_tensor(graph, p.name) for p in parameters if not p.trainable]
     kept += [_tensor(graph, b.name) for b in graph.signature.buffers]
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".ortgraph-") as temporary:
+    with writing(folder), tempfile.TemporaryDirectory(dir=folder.parent, prefix=".ortgraph-") as temporary:
         made = pathlib.Path(temporary, "artifacts")
         made.mkdir()
         onnx.save_model(training, made / TRAINING)

@@ -77,30 +77,14 @@ def run(
     if resume:
         session.load_checkpoint(checkpoint)
         out.say(f"resumed {checkpoint} at step {session.steps}")
-    save = None if checkpoint is None else functools.partial(_save, session, checkpoint)
+    save = None if checkpoint is None else functools.partial(session.save_checkpoint, checkpoint)
     losses, milliseconds = _train(out, spec, session, steps, batches, save, save_every)
     if save is not None:
         save()
     if export_inference is not None:
-        _export(session, export_inference)
+        session.export_inference(export_inference)
     scores = evaluate(spec, session)
     _show(out, losses, milliseconds, session, scores, report, checkpoint)
-
-
-def _export(session: Any, path: pathlib.Path) -> None:
-    try:
-        session.export_inference(path)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror or error})", "give another path") from error
-
-
-def _save(session: Any, folder: pathlib.Path) -> None:
-    try:
-        session.save_checkpoint(folder)
-    except OSError as error:
-        raise InputError(
-            f"{folder}: cannot be written ({error.strerror or error})", "give another --checkpoint"
-        ) from error
 
 
 def _session(

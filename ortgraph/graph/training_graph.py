@@ -18,6 +18,7 @@ import safetensors.numpy
 
 from ortgraph.errors import InputError, SignatureError
 from ortgraph.graph.signature import Signature
+from ortgraph.graph.writing import writing
 
 METADATA_KEY = "ortgraph.signature"
 _GENERATED = "ortgraph.ops.generated"  # keeps the bodies of fused regions, which are functions of the model
@@ -91,7 +92,7 @@ class TrainingGraph:
         """Write ``path`` (.onnx) and the values beside it (.safetensors, under original names), atomically.
 
         Raises:
-            InputError: The path does not end in .onnx, or its folder does not exist.
+            InputError: The path does not end in .onnx, its folder does not exist, or the files cannot be written.
         """
         path = pathlib.Path(path)
         if path.suffix != ".onnx":
@@ -101,7 +102,7 @@ class TrainingGraph:
         proto = ir.serde.serialize_model(self.model)
         weights = path.with_suffix(".safetensors")
         values = {k: np.asarray(v, order="C") for k, v in self.values.items()}
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".ortgraph-") as folder:
+        with writing(path), tempfile.TemporaryDirectory(dir=path.parent, prefix=".ortgraph-") as folder:
             parts = [(pathlib.Path(folder, "graph.onnx"), path), (pathlib.Path(folder, "values.safetensors"), weights)]
             onnx.save_model(proto, parts[0][0])
             safetensors.numpy.save_file(values, parts[1][0])

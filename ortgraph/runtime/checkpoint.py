@@ -21,6 +21,7 @@ import safetensors
 import safetensors.numpy
 
 from ortgraph.errors import BatchError, InputError
+from ortgraph.graph.writing import writing
 from ortgraph.runtime.batch import to_numpy
 
 VERSION = 1
@@ -37,16 +38,17 @@ def save(folder: str | os.PathLike[str], values: Mapping[str, np.ndarray], extra
         extra: Further facts, kept as JSON.
 
     Raises:
-        InputError: ``folder`` is something else, or its parent does not exist.
+        InputError: ``folder`` is something else, its parent does not exist, or it cannot be written.
     """
     folder = pathlib.Path(folder)
     if not folder.absolute().parent.is_dir():
         raise InputError(f"{folder.absolute().parent}: no such folder", "make the folder first")
     if folder.exists() and not (folder.is_dir() and all(_OURS.fullmatch(p.name) for p in folder.iterdir())):
         raise InputError(f"{folder} exists and is no checkpoint", "choose another folder")
-    folder.mkdir(exist_ok=True)
+    with writing(folder):
+        folder.mkdir(exist_ok=True)
     earlier = sorted(folder.glob("values-*.safetensors"))
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".partial-") as partial:
+    with writing(folder), tempfile.TemporaryDirectory(dir=folder, prefix=".partial-") as partial:
         written = pathlib.Path(partial, "values")
         safetensors.numpy.save_file({k: np.asarray(v, order="C") for k, v in values.items()}, written)
         record = pathlib.Path(partial, RECORD)

@@ -18,6 +18,7 @@ import onnx_ir as ir
 from ortgraph.errors import InputError
 from ortgraph.graph import Names, Signature, TrainingGraph, replace_value
 from ortgraph.graph.edit import MODULE_KEY, SOURCE_KEY, take_type, trim_inputs
+from ortgraph.graph.writing import writing
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.expand import can_expand, expand_composites, expand_node
 from ortgraph.ops.spec import COMPOSITE, CONTRIB, GENERATED
@@ -233,7 +234,7 @@ def _make_initializer(graph: ir.Graph, value: ir.Value, array: np.ndarray) -> No
 
 
 def _write(model: ir.Model, path: pathlib.Path) -> None:
-    with tempfile.TemporaryDirectory(dir=path.absolute().parent, prefix=".ortgraph-") as folder:
+    with writing(path), tempfile.TemporaryDirectory(dir=path.absolute().parent, prefix=".ortgraph-") as folder:
         made = pathlib.Path(folder, path.name)
         large = (
             sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)

@@ -94,7 +94,7 @@ def test_failed_write_leaves_the_old_one(stepped, classifier_batch, tmp_path, mo
         raise OSError("disk full")
 
     monkeypatch.setattr(safetensors.numpy, "save_file", full)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(InputError, match="cannot be written .disk full"):
         session.save_checkpoint(tmp_path / "c")
     assert {p.name: p.read_bytes() for p in (tmp_path / "c").iterdir()} == before
     stepped().load_checkpoint(tmp_path / "c")
