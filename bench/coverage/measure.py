@@ -53,7 +53,8 @@ def gradients(
             error, allowed = _norm(got[n] - float32[n]), WITHOUT_FLOAT64 * _norm(float32[n])
         worst = worst if zero else max(worst, error / norms[n])
         part = error / allowed if allowed else (0.0 if error == 0 else np.inf)
-        if not part <= share:
+        part = np.inf if np.isnan(part) else part
+        if part > share:
             share, name = part, n
     return Found(worst, share, name, tuple(doubted))
 
@@ -95,8 +96,9 @@ def states(
     for n in names:
         difference, threads, rounding = _rms(got[n] - one[n]), _rms(one[n] - two[n]), _rms(one[n] - exact[n])
         share = difference / (FACTOR * max(threads, rounding) + FLOOR)
+        share = np.inf if np.isnan(share) else share
         strict = strict and difference <= FACTOR * threads + FLOOR
-        if not share <= worst.share:
+        if share > worst.share:
             worst = Moved(difference, threads, rounding, share, True, n)
     return dataclasses.replace(worst, by_threads=bool(strict))
 

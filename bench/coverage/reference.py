@@ -37,8 +37,8 @@ class Trained:
 
 def trained(case: Case, draws: Draws, threads: int, *, double: bool = False) -> Trained:
     """Train the model of a case with ``torch.optim.AdamW``; random numbers are those of ``draws``."""
-    with _threads(threads):
-        built = case.build()
+    built = case.build()
+    with _threads(threads), _default_type(torch.float64 if double else torch.float32):
         module = built.module.double() if double else built.module
         batch = _double(built.batch) if double else built.batch
         optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=LEARNING_RATE)
@@ -72,7 +72,8 @@ def loss_of(built: Built, module: torch.nn.Module, batch: Any) -> torch.Tensor:
         if not isinstance(batch, Mapping):
             return built.loss(module(*batch[:-1]), batch[-1])
         name = next(n for n in batch if n in _TARGETS)
-        return built.loss(module(**{n: v for n, v in batch.items() if n != name}), batch[name])
+        outputs = module(**{n: v for n, v in batch.items() if n != name})
+        return built.loss(outputs if isinstance(outputs, torch.Tensor) else outputs[0], batch[name])
     taken = inspect.signature(module.forward).parameters
     outputs = module(**{n: v for n, v in batch.items() if n in taken})
     return built.loss(outputs, batch) if len(inspect.signature(built.loss).parameters) > 1 else built.loss(outputs)
@@ -83,6 +84,16 @@ def _double(batch: Any) -> Any:
         return item.double() if isinstance(item, torch.Tensor) and item.is_floating_point() else item
 
     return pytree.tree_map(convert, batch)
+
+
+@contextlib.contextmanager
+def _default_type(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @contextlib.contextmanager

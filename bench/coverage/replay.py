@@ -155,6 +155,12 @@ def _dropout(replay: Replay, func: Any, args: Any, kwargs: Any) -> tuple[torch.T
     return given * mask / (1 - ratio), mask
 
 
+def _attention(replay: Replay, func: Any, args: Any, kwargs: Any) -> Any:
+    if args[3] if len(args) > 3 else kwargs.get("dropout_p", 0.0):
+        raise UnsupportedError(f"no replay of {func} with dropout", "its masks are drawn inside")
+    return func(*args, **kwargs)
+
+
 _HANDLERS: dict[str, Callable[..., Any]] = {
     "bernoulli_.float": _bernoulli_in_place,
     "bernoulli.p": _bernoulli,
@@ -166,4 +172,5 @@ _HANDLERS: dict[str, Callable[..., Any]] = {
     "randn_like.default": _normal,
     "normal_.default": _normal,
     "native_dropout.default": _dropout,
+    "_scaled_dot_product_flash_attention_for_cpu.default": _attention,
 }

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import torch
-
 from bench.coverage.registry import ATTENTION, DROPOUT, Built, family
 from bench.coverage.texts import WORDS, configured, ends_early, model, words
 
@@ -20,12 +18,6 @@ _BART = {
     "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 40,
     "dropout": DROPOUT, "attention_dropout": DROPOUT, "activation_dropout": DROPOUT, "encoder_layerdrop": 0.0,
     "decoder_layerdrop": 0.0, "use_cache": False, "decoder_start_token_id": 2,
-}  # fmt: skip
-_PROPHET = {
-    "vocab_size": WORDS, "hidden_size": 32, "encoder_ffn_dim": 48, "num_encoder_layers": 2,
-    "num_encoder_attention_heads": 4, "decoder_ffn_dim": 48, "num_decoder_layers": 2, "num_decoder_attention_heads": 4,
-    "attention_dropout": DROPOUT, "dropout": DROPOUT, "activation_dropout": DROPOUT, "max_position_embeddings": 40,
-    "decoder_start_token_id": 0, "use_cache": False, "ngram": 2, "num_buckets": 8, "relative_max_distance": 16,
 }  # fmt: skip
 _PAD = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
 
@@ -46,7 +38,6 @@ TABLE: dict[str, tuple[str, str, tuple[str, ...], dict[str, Any]]] = {
     "marian": ("MarianMTModel", "MarianConfig", ATTENTION, {**_BART, "pad_token_id": 0, "decoder_vocab_size": WORDS}),
     "m2m100": ("M2M100ForConditionalGeneration", "M2M100Config", ATTENTION, {**_BART, **_PAD}),
     "blenderbot": ("BlenderbotForConditionalGeneration", "BlenderbotConfig", ATTENTION, {**_BART, "pad_token_id": 0}),
-    "prophetnet": ("ProphetNetForConditionalGeneration", "ProphetNetConfig", (), _PROPHET),
 }  # fmt: skip
 
 
@@ -56,8 +47,6 @@ def translation(name: str, config: str, attention: str = "", **options: Any) -> 
     ids, mask, target = words(), ends_early(), words(length=6)
     labels = target.masked_fill(ends_early(length=6).flip(0) == 0, -100)
     batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-    if "ProphetNet" in name:  # shifts labels with a check of their values, which no graph holds
-        batch["decoder_input_ids"] = torch.nn.functional.pad(target, (1, 0))[:, :-1]
     return Built(module, batch)
 
 

@@ -50,7 +50,7 @@ TABLE: dict[str, tuple[str, str, tuple[str, ...], int, dict[str, Any]]] = {
     ),
     "efficientnet": (
         "EfficientNetForImageClassification", "EfficientNetConfig", (), 32,
-        {"image_size": 32, "width_coefficient": 0.2, "depth_coefficient": 0.2, "hidden_dim": 32, "dropout_rate": DROPOUT,
+        {"image_size": 32, "width_coefficient": 0.2, "depth_coefficient": 0.2, "hidden_dim": 256, "dropout_rate": DROPOUT,
          "drop_connect_rate": DROPOUT, "in_channels": [32, 16, 24], "out_channels": [16, 24, 40], "kernel_sizes": [3, 3, 5],
          "strides": [1, 2, 2], "num_block_repeats": [1, 1, 1], "expand_ratios": [1, 6, 6], "depthwise_padding": []},
     ),
@@ -83,11 +83,6 @@ TABLE: dict[str, tuple[str, str, tuple[str, ...], int, dict[str, Any]]] = {
         {"image_size": 64, "hidden_sizes": [16, 24, 32], "num_attention_heads": [2, 2, 2], "depths": [1, 1, 1],
          "key_dim": [8, 8, 8], "drop_path_rate": 0},
     ),
-    "cvt": (
-        "CvtForImageClassification", "CvtConfig", (), 32,
-        {"embed_dim": [8, 16, 24], "num_heads": [1, 2, 3], "depth": [1, 1, 1], "drop_rate": [0.0, 0.0, DROPOUT],
-         "drop_path_rate": [0.0, 0.0, 0.0]},
-    ),
     "pvt": (
         "PvtForImageClassification", "PvtConfig", (), 32,
         {"image_size": 32, "num_encoder_blocks": 4, "hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1], **DROPS,
@@ -98,10 +93,6 @@ TABLE: dict[str, tuple[str, str, tuple[str, ...], int, dict[str, Any]]] = {
         {"image_size": 32, "embed_dim": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "focal_levels": [2, 2],
          "focal_windows": [3, 3], "hidden_dropout_prob": DROPOUT, "drop_path_rate": 0.0},
     ),
-    "van": (
-        "VanForImageClassification", "VanConfig", (), 32,
-        {"hidden_sizes": [8, 16], "depths": [1, 1], "patch_sizes": [7, 3], "strides": [4, 2], "mlp_ratios": [2, 2]},
-    ),
     "bit": (
         "BitForImageClassification", "BitConfig", (), 32,
         {"embedding_size": 8, "hidden_sizes": [32, 64], "depths": [1, 1], "num_groups": 4},
@@ -110,7 +101,7 @@ TABLE: dict[str, tuple[str, str, tuple[str, ...], int, dict[str, Any]]] = {
         "DPTForSemanticSegmentation", "DPTConfig", ("eager",), 32,
         {**SIZES, **DROPS, "num_hidden_layers": 4, "image_size": 32, "patch_size": 8, "backbone_out_indices": [0, 1, 2, 3],
          "neck_hidden_sizes": [8, 8, 16, 16], "fusion_hidden_size": 8, "reassemble_factors": [4, 2, 1, 0.5],
-         "use_auxiliary_head": False},
+         "use_auxiliary_head": True},
     ),
     "depth-anything": (
         "DepthAnythingForDepthEstimation", "DepthAnythingConfig", (), 28,
@@ -136,8 +127,8 @@ def image_model(name: str, config: str, pixels: int, attention: str = "", **opti
     """A model over square images, with the labels of its head."""
     if config == "DepthAnythingConfig":
         options["backbone_config"] = configured(
-            "Dinov2Config", **SIZES, mlp_ratio=2, image_size=28, patch_size=14, reshape_hidden_states=False,
-            out_features=["stage1", "stage2"], apply_layernorm=True,
+            "Dinov2Config", **{**SIZES, "num_hidden_layers": 4}, mlp_ratio=2, image_size=28, patch_size=14,
+            reshape_hidden_states=False, out_features=["stage1", "stage2", "stage3", "stage4"], apply_layernorm=True,
         )  # fmt: skip
     labelled = "Classification" in name or "Segmentation" in name
     module = model(name, configured(config, attention, **options, **(_CLASSES if labelled else {})))

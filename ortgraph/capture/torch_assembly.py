@@ -15,6 +15,7 @@ import sympy
 import torch
 
 from ortgraph.capture.torch_batch import Batch
+from ortgraph.capture.torch_constants import steps_of_constants
 from ortgraph.capture.torch_dims import named_dim
 from ortgraph.capture.torch_indices import index_notes
 from ortgraph.capture.torch_joint import JointTrace, Slot
@@ -94,8 +95,11 @@ class Assembly:
         self._reserve_outputs()
         self._bind_placeholders()
         self.trace.graph_module.graph.eliminate_dead_code(_is_kept)  # what only checks of values read needs no rule
+        steps = self._steps()
         for node in self.trace.graph_module.graph.nodes:
-            if node.op == "call_function":
+            if node in steps:
+                self.t.env[node] = self.t.build.const(to_numpy(steps[node]))
+            elif node.op == "call_function":
                 self.t.translate(node)
         signature = self._outputs(tangents)
         values = self._random_states()
@@ -110,6 +114,16 @@ class Assembly:
             values[name] = to_numpy(tensor)
         model = ir.Model(self.graph, ir_version=IR_VERSION, producer_name="ortgraph")
         return TrainingGraph(model, signature, values)
+
+    def _steps(self) -> dict[torch.fx.Node, torch.Tensor]:
+        """Constants whose digits matter, by the node that they stand for."""
+        lifted = {
+            slot.node: self.trace.constants[slot.target]
+            for slot in self.trace.inputs
+            if slot.node is not None and slot.kind == "buffer" and slot.target in self.trace.constants
+            and user_path(slot.target) not in self.buffers.first
+        }  # fmt: skip
+        return steps_of_constants(self.trace.graph_module.graph, lifted)
 
     # --- inputs --------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ FAMILIES = (
     "activation",
     "create",
     "movement",
+    "strided",
     "indexing",
     "matmul",
     "reduction",

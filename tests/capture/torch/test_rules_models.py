@@ -44,3 +44,42 @@ def test_values_in_the_order_of_a_mask(check_capture, rows):
     mask = torch.zeros(4, 5, dtype=torch.bool)
     mask[0, 1:3] = mask[2, 0] = mask[3, 2:] = True
     check_capture(Scattered(rows), {"mask": mask}, repeats=2)
+
+
+class Strided(nn.Module):
+    """Adaptive pooling in one dimension, and views by strides: in order, with gaps, with repeats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.pool = nn.Linear(4, 4), nn.AdaptiveAvgPool1d(1)
+        self.table = nn.Parameter(torch.randn(4, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pooled = self.pool(self.linear(x).transpose(1, 2)).flatten(1)
+        doubled = 2 * self.table
+        gaps, repeats = doubled.as_strided((3, 2), (8, 2), 1), doubled.as_strided((5, 3), (4, 2))
+        return pooled.square().sum() + gaps.tanh().sum() + (repeats * torch.arange(15.0).view(5, 3)).sin().sum()
+
+
+def test_views_by_strides(check_capture):
+    torch.manual_seed(0)
+    check_capture(Strided(), {"x": torch.randn(2, 5, 4)}, repeats=2)
+
+
+class Bucketed(nn.Module):
+    """Positions in buckets of a logarithm, at whose borders the last bit decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        far = torch.arange(1, x.shape[0] + 1).float()
+        buckets = torch.ceil(torch.log(far / 4) / torch.log(torch.tensor(2.0)) * 3).long().clamp(0, 15)
+        return (self.table(buckets) * x).square().sum()
+
+
+def test_buckets_of_constants_are_those_of_pytorch(check_capture):
+    torch.manual_seed(0)
+    graph = check_capture(Bucketed(), {"x": torch.randn(64, 3)}, repeats=2)
+    assert not {"Log", "Ceil"} & {n.op_type for n in graph.graph}
