@@ -132,7 +132,26 @@ VISION = {
     "circular": (I, lambda w: F.pad(w, (1, 2, 2, 1), mode="circular") + F.pad(w, (1, 2, 2, 1), mode="reflect")),
     "grouped_heads": ((2, 4, 5, 4), lambda w: F.scaled_dot_product_attention(w, w[:, :2], w[:, 2:], enable_gqa=True)),
 }
-GROUPS = {"order": ORDER, "distance": DISTANCE, "places": PLACES, "vision": VISION}
+whole = torch.tensor([3, -5, 12, 7, 0, 1])
+LIBRARY = {  # what the exporter's function library translates
+    "shifts": (M, lambda w: w * ((whole << 2) + (whole >> 1))),
+    "shifts_by": (M, lambda w: w * (torch.bitwise_left_shift(whole, whole.abs() % 3) + whole.bitwise_right_shift(1))),
+    "shifts_more": (M, lambda w: w * (torch.bitwise_right_shift(whole, whole.abs() % 3) + whole.bitwise_left_shift(2))),
+    "bits": (M, lambda w: w * ((5 & whole) + (5 | whole) + (5 ^ whole))),
+    "addbmm": ((3, 4, 4), lambda w: torch.addbmm(w[0], w, w, beta=0.5, alpha=2)),
+    "angle": (M, lambda w: w * torch.angle(w) + w * torch.signbit(w)),
+    "blackman": (M, lambda w: w * torch.blackman_window(6, dtype=w.dtype)),
+    "exp2": (M, torch.exp2),
+    "remainder": (M, lambda w: w * torch.remainder(2.5, w.detach().abs() + 0.4)),
+    "rounded": (M, lambda w: w * torch.round(w, decimals=1)),
+    "windows": ((3, 9), lambda w: w.unfold(1, 3, 2)),
+    "bicubic": (I, lambda w: F.interpolate(w, scale_factor=1.7, mode="bicubic")),
+    "bicubic_corners": (I, lambda w: F.interpolate(w, (5, 13), mode="bicubic", align_corners=True)),
+    "bilinear": (I, lambda w: F.interpolate(w, scale_factor=1.7, mode="bilinear")),
+    "bilinear_corners": (I, lambda w: F.interpolate(w, (5, 13), mode="bilinear", align_corners=True)),
+    "trilinear": ((2, 3, 3, 4, 5), lambda w: F.interpolate(w, scale_factor=2, mode="trilinear")),
+}
+GROUPS = {"order": ORDER, "distance": DISTANCE, "places": PLACES, "vision": VISION, "library": LIBRARY}
 
 
 @pytest.mark.parametrize("group", GROUPS)

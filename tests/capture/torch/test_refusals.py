@@ -275,3 +275,9 @@ def test_a_plain_run_finds_every_obstacle():
     assert len(found) == 7 and all("test_refusals.py:" in what for what in said), said
     assert any("module inner" in what for what in said)
     assert all(torch.equal(v, before[k]) for k, v in module.state_dict().items())
+
+
+def test_an_unproven_function_of_the_library_is_refused():
+    call = lambda first, x: first(x) * torch.linalg.det(x @ x.T)  # noqa: E731
+    with pytest.raises(UnsupportedError, match=r"linalg_det.*test_refusals\.py"):
+        ortgraph.capture(Own(call), torch.ones(4, 5))
