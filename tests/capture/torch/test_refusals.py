@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 
 import pytest
 import torch
+import typer.testing
 from torch import nn
 
 import ortgraph
@@ -281,3 +283,37 @@ def test_an_unproven_function_of_the_library_is_refused():
     call = lambda first, x: first(x) * torch.linalg.det(x @ x.T)  # noqa: E731
     with pytest.raises(UnsupportedError, match=r"linalg_det.*test_refusals\.py"):
         ortgraph.capture(Own(call), torch.ones(4, 5))
+
+
+_BUILD = """
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        if x.sum() > 1000:
+            x = x * 2
+        y = torch.fft.rfft(self.w * x).abs().sum()
+        return y + self.w.sum() * x.max().item()
+
+
+def build():
+    return {"module": Model(), "batch": torch.ones(3)}
+"""
+
+
+def test_doctor_lists_every_obstacle(tmp_path):
+    from ortgraph.cli.app import build_app
+
+    (tmp_path / "model.py").write_text(_BUILD)
+    result = typer.testing.CliRunner().invoke(build_app(), ["doctor", f"{tmp_path / 'model.py'}:build", "--json"])
+    findings = json.loads(result.stdout.splitlines()[-1])["findings"]
+    said = [f["detail"] for f in findings if f["what"] == "build"]
+    assert result.exit_code == 1 and len(said) == 3
+    for words, line in (("cannot trace", 12), ("complex64", 14), ("value is read", 15)):
+        assert sum(words in what and f"model.py:{line}" in what for what in said) == 1, said
