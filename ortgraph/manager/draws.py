@@ -65,6 +65,8 @@ def _drawn(node: ir.Node, call: ir.Node | None) -> tuple[str, ...]:
 
 def _undone(node: ir.Node, call: ir.Node | None, functions: _Functions) -> tuple[str, ...]:
     """The draws whose gradient a node computes."""
+    if node.domain == GENERATED:
+        return tuple(sorted(_undone_in(node, functions)))
     if node.domain not in _OURS:
         return ()
     name = {"DropoutGrad": "draw", "AttentionGrad": "node"}.get(base_name(node.op_type), "")
@@ -73,6 +75,30 @@ def _undone(node: ir.Node, call: ir.Node | None, functions: _Functions) -> tuple
     if base_name(node.op_type) != "DropoutGrad" or len(node.inputs) < 2:
         return ()
     return tuple(sorted(_drawn_for(node.inputs[1], functions)))
+
+
+def _undone_in(node: ir.Node, functions: _Functions) -> set[str]:
+    """The draws whose gradient a fused region computes, by a mask that it reads or draws itself."""
+    body = generated.body_of(node.op_type)
+    found: set[str] = set()
+    if body is None:
+        return found
+    inputs = {v: i for i, v in enumerate(body.inputs)}
+    stack = [n.inputs[1] for n in body if base_name(n.op_type) == "DropoutGrad" and len(n.inputs) > 1]
+    while stack:
+        value = stack.pop()
+        if value is None:
+            continue
+        if value in inputs:
+            found |= _drawn_for(node.inputs[inputs[value]], functions)
+            continue
+        maker = value.producer()
+        number = None if maker is None else maker.attributes.get("node")
+        if number is not None:
+            found.add(f"Dropout#{_number(maker, 'node', node)}")  # type: ignore[arg-type]
+        elif maker is not None:
+            stack.extend(maker.inputs)
+    return found
 
 
 def _number(node: ir.Node, name: str, call: ir.Node | None) -> object:

@@ -200,3 +200,18 @@ def outline(model, node):
     model.graph.opset_imports["local"] = 1
     node.domain, node.op_type = "local", "Drop"
     node.attributes.clear()
+
+
+def test_a_region_may_read_a_mask_that_is_drawn_elsewhere():
+    """The last block runs for the first token only: the gradient reads a slice of the mask, inside a fused region."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=50, hidden_size=384, num_hidden_layers=1, num_attention_heads=6, intermediate_size=384
+    )
+    batch = {"input_ids": torch.randint(0, 50, (16, 64)), "labels": torch.randint(0, 2, (16,))}
+    graph = ortgraph.capture(transformers.BertForSequenceClassification(config).train(), batch)
+    result = ortgraph.optimize(graph, "O2").graph
+    regions = [n for n in result.graph if n.domain == "ortgraph.generated"]
+    undone = {d for n in regions for d in draws_in(result).undone_by(n)}
+    assert undone  # what the rule has to see through

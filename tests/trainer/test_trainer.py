@@ -1,0 +1,123 @@
+"""ORTTrainer: resuming, precision, budgets, tasks, files."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import TrainingArguments
+
+import ortgraph
+from ortgraph.errors import InputError
+from ortgraph.trainer import (
+    ORTSeq2SeqTrainer,
+    ORTSeq2SeqTrainingArguments,
+    ORTTrainer,
+    ORTTrainingArguments,
+)
+
+
+def trainer_of(small: Any, folder: Any, name: str = "bert", dropout: float = 0.0, **given: Any) -> ORTTrainer:
+    args = ORTTrainingArguments(**small.settings(folder, **given))
+    rows = small.data(name)
+    return ORTTrainer(small.model(name, dropout), args, train_dataset=rows, eval_dataset=rows)
+
+
+def test_resuming_is_the_straight_run(small: Any, tmp_path: Any) -> None:
+    """With dropout: the random state is a part of the checkpoint."""
+    given = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6, "optim": "adamw_ort_fused"}
+    straight = trainer_of(small, tmp_path, dropout=0.1, **given)
+    straight.train()
+    resumed = trainer_of(small, tmp_path, dropout=0.1, **given)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    expected, got = straight.model.state_dict(), resumed.model.state_dict()
+    assert all(torch.equal(expected[k], got[k]) for k in expected)
+    assert list(small.losses(resumed)[-3:]) == list(small.losses(straight)[-3:])
+
+
+def test_dropout_differs_by_step_and_repeats_by_seed(small: Any, tmp_path: Any) -> None:
+    first, again = (trainer_of(small, tmp_path, dropout=0.3, learning_rate=0.0, max_steps=4) for _ in range(2))
+    first.train()
+    again.train()
+    assert list(small.losses(first)) == list(small.losses(again))
+    other = trainer_of(small, tmp_path, dropout=0.3, learning_rate=0.0, max_steps=4, seed=4)
+    other.train()
+    assert list(small.losses(first)) != list(small.losses(other))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision_learns_alike(small: Any, tmp_path: Any, precision: str) -> None:
+    full, low = (trainer_of(small, tmp_path, precision=p, optim="adamw_ort_fused") for p in ("fp32", precision))
+    full.train()
+    low.train()
+    assert all(p.dtype == torch.float32 for p in low.model.parameters())
+    difference = np.abs(small.losses(low) - small.losses(full)) / small.losses(full)
+    assert 0 < difference.max() < 0.02
+    assert (low.accelerator.scaler is not None) == (precision == "fp16")
+
+
+def test_a_budget_changes_no_loss(small: Any, tmp_path: Any) -> None:
+    plain, tight = (trainer_of(small, tmp_path, activation_checkpointing=on) for on in (None, True))
+    plain.train()
+    tight.train()
+    assert list(small.losses(plain)) == list(small.losses(tight))
+
+
+def test_the_training_graph_is_saved(small: Any, tmp_path: Any) -> None:
+    trainer = trainer_of(small, tmp_path, save_onnx=True, onnx_prefix="bert", max_steps=1)
+    trainer.train()
+    graph = ortgraph.load(tmp_path / "bert_training.onnx")
+    assert len(graph.graph) > 10
+
+
+def test_plain_arguments_are_enough(small: Any, tmp_path: Any) -> None:
+    args = TrainingArguments(**small.settings(tmp_path, max_steps=2))
+    trainer = ORTTrainer(model=small.model("bert"), args=args, train_dataset=small.data("bert"))
+    assert np.isfinite(trainer.train().training_loss)
+    with pytest.raises(InputError, match="ORTTrainingArguments"):
+        args = TrainingArguments(**small.settings(tmp_path, bf16=True))
+        ORTTrainer(model=small.model("bert"), args=args)
+
+
+def test_training_twice_goes_on(small: Any, tmp_path: Any) -> None:
+    trainer = trainer_of(small, tmp_path, max_steps=4)
+    first = trainer.train().training_loss
+    assert trainer.train().training_loss < first
+    assert type(trainer.model).__name__ == "BertForSequenceClassification"
+
+
+def test_feature_is_checked(small: Any, tmp_path: Any) -> None:
+    args = ORTTrainingArguments(**small.settings(tmp_path))
+    for name in ("sequence-classification", "text-classification"):
+        ORTTrainer(small.model("bert"), args, feature=name)
+    for name in ("causal-lm", "default", "nonsense"):
+        with pytest.raises(InputError, match="feature"):
+            ORTTrainer(small.model("bert"), args, feature=name)
+
+
+def test_seq2seq_generates(small: Any, tmp_path: Any) -> None:
+    given = {"predict_with_generate": True, "generation_max_length": 6, "max_steps": 2}
+    args = ORTSeq2SeqTrainingArguments(**small.settings(tmp_path, **given))
+    rows = small.data("t5")
+    trainer = ORTSeq2SeqTrainer(small.model("t5"), args, train_dataset=rows, eval_dataset=rows)
+    assert isinstance(trainer, ORTTrainer)
+    trainer.train()
+    predicted = trainer.predict(rows[:4])
+    assert predicted.predictions.shape[0] == 4
+    assert np.isfinite(predicted.metrics["test_loss"])
+    trainer.model.eval()
+    batch = torch.stack([r["input_ids"] for r in rows[:4]])
+    words = trainer.model.generate(batch, max_length=6).numpy()
+    assert np.array_equal(predicted.predictions[:, : words.shape[1]], words)
+
+
+def test_best_model_is_loaded(small: Any, tmp_path: Any) -> None:
+    given = {"save_strategy": "steps", "eval_strategy": "steps", "save_steps": 2, "eval_steps": 2, "max_steps": 4}
+    trainer = trainer_of(small, tmp_path, load_best_model_at_end=True, **given)
+    trainer.train()
+    best = pathlib.Path(trainer.state.best_model_checkpoint)
+    assert best.is_dir()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric, rel=1e-5)
