@@ -95,7 +95,9 @@ def test_seeds_states_and_what_is_missing(classifier_graph, classifier_batch):
     session = ortgraph.TrainingSession(stepped)
     session.step(batch)
     np.testing.assert_allclose(session.state_dict()["w1"], moved, rtol=1e-5, atol=1e-6)
-    scaled = "mark-optimized,cast-precision{precision=fp16},attach-optimizer{optimizer=adamw(lr=0.1;loss_scale=dynamic)}"
+    scaled = (
+        "mark-optimized,cast-precision{precision=fp16},attach-optimizer{optimizer=adamw(lr=0.1;loss_scale=dynamic)}"
+    )
     found = evaluate_reference(ortgraph.optimize(graph, scaled).graph, batch)
     np.testing.assert_allclose(found.values["update/w1"], moved, rtol=1e-2, atol=0.02)  # Adam's first step: lr * sign
     assert all(np.isfinite(a).all() for n, a in found.values.items() if n.startswith("update/"))

@@ -57,7 +57,9 @@ RECURRENT |= {
 _small = {"dim_feedforward": 16, "dropout": 0.0}
 ATTENTION = {
     "attention": ((5, 2, 8), lambda m, w: m(w, w, w)[0] + m(w, w, w, need_weights=False)[0], lambda: nn.MultiheadAttention(8, 2)),
-    "attention_biased": ((5, 2, 8), lambda m, w: m(w, w, w)[0], lambda: nn.MultiheadAttention(8, 2, add_bias_kv=True, add_zero_attn=True)),
+    "attention_biased": (
+        (5, 2, 8), lambda m, w: m(w, w, w)[0], lambda: nn.MultiheadAttention(8, 2, add_bias_kv=True, add_zero_attn=True)
+    ),
     "attention_evaluated": ((2, 5, 8), lambda m, w: m(w, w, w)[0], lambda: nn.MultiheadAttention(8, 2, batch_first=True).eval()),
     "encoder": ((2, 5, 8), lambda m, w: m(w, src_key_padding_mask=torch.tensor([[False] * 5, [False] * 3 + [True] * 2])),
                 lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True, **_small), 2)),
@@ -119,7 +121,12 @@ LOSSES = {
     },
     "gaussian_clamped": ((4, 6), lambda w: F.gaussian_nll_loss(w, w.detach() * 2, w.abs()[:, :1] * 1e-9, eps=0.3)),
     "labels_margin_alone": ((6,), lambda w: F.multilabel_margin_loss(w, torch.tensor([3, 0, 5, -1, 0, 0]))),
-    "smoothed": ((4, 6), lambda w: F.cross_entropy(w, torch.tensor([0, -100, 1, 3]), torch.arange(6).to(w.dtype) + 1, label_smoothing=0.1)),
+    "smoothed": (
+        (4, 6),
+        lambda w: F.cross_entropy(
+            w, torch.tensor([0, -100, 1, 3]), torch.arange(6).to(w.dtype) + 1, label_smoothing=0.1
+        ),
+    ),
     "probabilities": ((4, 6), lambda w: F.cross_entropy(w, w.flip(0).softmax(1), label_smoothing=0.1)),
 }  # fmt: skip
 GROUPS = {

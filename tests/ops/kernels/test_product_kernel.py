@@ -269,5 +269,9 @@ def test_bits_do_not_depend_on_pieces(types, trans_a):
         return y
 
     whole = run(slice(None), slice(None))
-    for rows, columns in [(slice(0, 7), slice(None)), (slice(131, 300), slice(64, 128)), (slice(0, 299), slice(0, 192))]:
+    for rows, columns in [
+        (slice(0, 7), slice(None)),
+        (slice(131, 300), slice(64, 128)),
+        (slice(0, 299), slice(0, 192)),
+    ]:
         np.testing.assert_array_equal(run(rows, columns), whole[rows, columns])
