@@ -6,6 +6,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -20,7 +21,9 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 @pytest.mark.parametrize("page", [p for p in PAGES if BLOCK.search(p.read_text())], ids=lambda p: p.name)
 def test_code_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    namespace: dict[str, object] = {"__name__": "page"}
+    module = types.ModuleType("page")  # why a module: torch.compile imports the one that a function says it is of
+    monkeypatch.setitem(sys.modules, "page", module)
+    namespace = vars(module)
     for number, block in enumerate(BLOCK.findall(page.read_text())):
         exec(compile(block, f"{page.name}, block {number + 1}", "exec"), namespace)
 

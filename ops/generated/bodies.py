@@ -199,8 +199,9 @@ class BodyMaker:
         return ir.RefAttr(name, formal, ir.AttributeType.INT if isinstance(value, int) else ir.AttributeType.INTS)
 
     def _add(self, domain: str, op_type: str, inputs: list, attributes: list, outputs: list[ir.Value]) -> None:
+        stored = [_as_stored(a) for a in attributes]
         self.body.append(
-            ir.Node("" if domain == "ai.onnx" else domain, op_type, inputs, attributes, outputs=outputs,
+            ir.Node("" if domain == "ai.onnx" else domain, op_type, inputs, stored, outputs=outputs,
                     name=f"n{len(self.body)}")
         )  # fmt: skip
 
@@ -247,6 +248,13 @@ def attribute_shape(value: ir.Value) -> list[int]:
 def _last_axis(found: ir.Attr) -> ir.Attr:
     """The axis of an operator over the last axis, in a form that does not depend on the rank."""
     return ir.AttrInt64("axis", -1) if found.name == "axis" else found
+
+
+def _as_stored(found: ir.Attr) -> ir.Attr:
+    """The attribute as a file gives it back: ONNX holds numbers in float32, and a name has to survive that."""
+    if found.type != ir.AttributeType.FLOAT or found.ref_attr_name:
+        return found
+    return ir.AttrFloat32(found.name, float(np.float32(found.as_float())))
 
 
 def _formal(name: str, value: Any) -> ir.Attr:

@@ -65,4 +65,4 @@ class Results:
 
 def _typed(block: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A tensor over the block's memory; no view, which users could not write into when a function returns it."""
-    return torch.empty(0, dtype=dtype).set_(block.untyped_storage(), 0, shape)
+    return torch.empty(0, dtype=dtype).set_(block.untyped_storage(), 0, shape)  # type: ignore[call-overload]

@@ -77,15 +77,15 @@ class CompiledGraph:
         self.saved_results = sorted(i for kind, i in reads_b if kind == "result")
         self._backward_tangents = sorted(i for kind, i in reads_b if kind == "tangent")
         own_f, own_b = _own(self._results), _own(self._gradients)
-        self._slots_f = [*(("argument", i) for i in self._forward_args), *(r.own for r in own_f)]
-        self._slots_b = [
+        self._slots_f: list[Source] = [*(("argument", i) for i in self._forward_args), *(s for s, _ in own_f)]
+        self._slots_b: list[Source] = [
             *(("argument", i) for i in self.saved_args),
             *(("result", i) for i in self.saved_results),
             *(("tangent", i) for i in self._backward_tangents),
-            *(r.own for r in own_b),
+            *(s for s, _ in own_b),
         ]
-        self._memory_f = Results([(r.shape, r.dtype) for r in own_f])
-        self._memory_b = Results([(r.shape, r.dtype) for r in own_b])
+        self._memory_f = Results([(r.shape, r.dtype) for _, r in own_f])
+        self._memory_b = Results([(r.shape, r.dtype) for _, r in own_b])
         self._forward = self._bind(forward, sessions[0], self._slots_f)
         self._backward = self._bind(backward, sessions[1], self._slots_b)
         self._notes = [(n, self._arguments[n.input]) for n in joint.notes]
@@ -252,6 +252,6 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_contiguous() and not tensor.is_neg() else tensor.resolve_neg().contiguous()
 
 
-def _own(results: Sequence[Any]) -> list[Result]:
-    """The results that have memory of their own."""
-    return [r for r in results if isinstance(r, Result) and r.own is not None]
+def _own(results: Sequence[Any]) -> list[tuple[Source, Result]]:
+    """The results that have memory of their own, each with its name."""
+    return [(r.own, r) for r in results if isinstance(r, Result) and r.own is not None]

@@ -66,7 +66,7 @@ def cut(joint: JointGraph, graph: TrainingGraph, threads: int | None) -> tuple[H
     while True:
         halves = _placed(graph, ordered, len(first), results, gradients, shared)
         sessions = [
-            make_session(h.name, graph.model, h.order, h.inputs, h.computed, threads)
+            make_session(h.name, graph.model, h.order, h.inputs, h.computed, threads, alternate=True)
             for h in (halves.forward, halves.backward)
         ]
         if not shared or not any(replaced for _, replaced in sessions):
@@ -86,10 +86,10 @@ def _forward_nodes(order: Sequence[ir.Node], results: Sequence[ir.Value], seeds:
     needed = set(order[:start])
     stack = [v.producer() for v in results]
     while stack:
-        node = stack.pop()
-        if node is not None and node not in needed:
-            needed.add(node)
-            stack += [v.producer() for v in values_read(node)]
+        maker = stack.pop()
+        if maker is not None and maker not in needed:
+            needed.add(maker)
+            stack += [v.producer() for v in values_read(maker)]
     return {node: None for node in order if node in needed}
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
+from ortgraph.errors import OrtgraphError
 from ortgraph.graph import TrainingGraph
 from ortgraph.graph.edit import SOURCE_KEY
 
@@ -54,10 +55,10 @@ def cached(graph: TrainingGraph, facts: Sequence[str], make: Callable[[], Traini
         logger.warning("compiled graphs are not kept: %s", error)
         return make()
     with _alone(path):
-        found = _read(path)
+        found = _read(path, graph)
         if found is not None:
             logger.info("compiled graph read from %s", path)
-            return TrainingGraph(found, values=graph.values)
+            return found
         made = make()
         if made.values.keys() == graph.values.keys() and all(made.values[k] is v for k, v in graph.values.items()):
             _write(path, made.model)
@@ -160,7 +161,8 @@ def _alone(path: pathlib.Path) -> Iterator[None]:
         yield
 
 
-def _read(path: pathlib.Path) -> ir.Model | None:
+def _read(path: pathlib.Path, graph: TrainingGraph) -> TrainingGraph | None:
+    """What a file holds, with the values of ``graph``; None when there is no file, or none that can be used."""
     try:
         checksum, _, content = path.read_bytes().partition(b"\n")
     except OSError:
@@ -170,7 +172,11 @@ def _read(path: pathlib.Path) -> ir.Model | None:
         return None
     with contextlib.suppress(OSError):
         os.utime(path)
-    return ir.from_proto(onnx.load_model_from_string(content))
+    try:
+        return TrainingGraph(ir.from_proto(onnx.load_model_from_string(content)), values=graph.values)
+    except OrtgraphError as error:
+        logger.warning("%s is not used: %s", path, error)
+        return None
 
 
 def _write(path: pathlib.Path, model: ir.Model) -> None:

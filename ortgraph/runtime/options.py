@@ -18,7 +18,9 @@ def default_threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def session_options(threads: int | None = None, profile_prefix: str | None = None) -> onnxruntime.SessionOptions:
+def session_options(
+    threads: int | None = None, profile_prefix: str | None = None, alternate: bool = False
+) -> onnxruntime.SessionOptions:
     """Options under which nodes run one after the other, in file order, unchanged.
 
     No graph rewrite (it would merge recomputed nodes and move updates before readers), no memory pattern and no reuse
@@ -28,6 +30,8 @@ def session_options(threads: int | None = None, profile_prefix: str | None = Non
     Args:
         threads: Threads of one operator; None means all processors of this process.
         profile_prefix: Write ONNX Runtime's profile to files that start so.
+        alternate: Other threads work between two runs, those of a second session or PyTorch's: do not keep the
+            processors busy with waiting for the next run.
 
     Raises:
         InputError: ``threads`` is not positive.
@@ -46,6 +50,8 @@ def session_options(threads: int | None = None, profile_prefix: str | None = Non
     options.enable_mem_reuse = False
     options.enable_cpu_mem_arena = False
     options.log_severity_level = QUIET
+    if alternate:
+        options.add_session_config_entry("session.force_spinning_stop", "1")
     if profile_prefix is not None:
         options.enable_profiling = True
         options.profile_file_prefix = profile_prefix

@@ -34,6 +34,7 @@ def make_session(
     threads: int | None = None,
     device: Device = HOST,
     profile_prefix: str | None = None,
+    alternate: bool = False,
 ) -> tuple[onnxruntime.InferenceSession | None, list[str]]:
     """The runtime's session, and the operators that it replaces by others (functions without kernel, casts).
 
@@ -45,7 +46,7 @@ def make_session(
         outputs: Values that are bound or returned.
         threads: Threads of one operator.
         device: Where it computes.
-        profile_prefix: See ``session_options``.
+        profile_prefix, alternate: See ``session_options``.
 
     Raises:
         RuntimeSetupError: ONNX Runtime refuses the graph.
@@ -55,7 +56,7 @@ def make_session(
     if not order:
         return None, []
     proto = program_model(model, order, inputs, outputs)
-    options = session_options(threads, profile_prefix)
+    options = session_options(threads, profile_prefix, alternate)
     if any(node.domain == KERNELS for node in order):
         options.register_custom_ops_library(str(kernels.library_path()))
     if any(node.domain == GENERATED for node in order):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -261,3 +263,23 @@ def test_bf16_precision_is_near_pytorch():
         assert ours.grad.dtype == torch.float32
         assert (ours.grad - theirs.grad).norm() < 2e-2 * theirs.grad.norm()
         assert not torch.equal(ours.grad, theirs.grad)
+
+
+def test_a_compiled_graph_is_read_by_another_process(tmp_path):
+    code = """
+import logging, sys, torch, ortgraph
+from ortgraph.manager import graph_cache
+graph_cache.folder = lambda: __import__("pathlib").Path(sys.argv[1])
+logging.basicConfig(level=logging.INFO)
+torch.manual_seed(0)
+module = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.LayerNorm(8, eps=1e-12), torch.nn.GELU(), torch.nn.Linear(8, 2))
+compiled = ortgraph.ORTModule(module, fallback=False)
+(compiled(torch.ones(3, 6).cumsum(0)) ** 2).sum().backward()
+print(float(module[0].weight.grad.norm()))
+"""
+    runs = [
+        subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+        for _ in range(2)
+    ]
+    assert runs[0].stdout == runs[1].stdout
+    assert ["compiled graph read" in r.stderr for r in runs] == [False, True], "the package must not change meanwhile"
