@@ -14,7 +14,7 @@ from ortgraph.capture.torch_decompositions import decompositions
 from ortgraph.dynamo.joint_graph import arguments_of
 from ortgraph.dynamo.options import Options
 from ortgraph.dynamo.partition import Compiler
-from ortgraph.dynamo.per_shape import PerShape, is_symbolic
+from ortgraph.dynamo.per_shape import PerShape, is_symbolic, numbers_in, with_numbers
 from ortgraph.errors import CaptureError, OrtgraphError, RuntimeSetupError
 
 logger = logging.getLogger(__name__)
@@ -44,8 +44,9 @@ def backend(
     """
     chosen = options if isinstance(options, Options) else Options.of(options)
     check_torch(allow_untested=False)
-    if is_symbolic(example_inputs):
-        return PerShape(lambda args: _compile(graph_module, args, chosen))
+    numbers = numbers_in(graph_module)
+    if numbers or is_symbolic(example_inputs):
+        return PerShape(lambda args: _compile(with_numbers(graph_module, args, numbers), args, chosen), numbers)
     return _compile(graph_module, example_inputs, chosen)
 
 

@@ -35,7 +35,7 @@ def optimizer_of(args: TrainingArguments) -> tuple[type[torch.optim.Optimizer], 
 
 def _options(text: str | None, kind: type[torch.optim.Optimizer]) -> dict[str, Any]:
     given: dict[str, Any] = {}
-    allowed = set(kind.__init__.__code__.co_varnames) - {"self", "params"}  # type: ignore[misc]
+    allowed = set(kind.__init__.__code__.co_varnames) - {"self", "params"}
     for part in filter(None, (text or "").replace(" ", "").split(",")):
         name, equals, value = part.partition("=")
         if not equals or name not in allowed:
