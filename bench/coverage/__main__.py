@@ -2,7 +2,7 @@
 
 python -m bench.coverage --only bert-masked-lm/sdpa
 python -m bench.coverage --json bench/coverage/proofs.json          # the whole matrix; keeps rows of other cases
-python -m bench.coverage --rotate $(git rev-parse HEAD) --count 3   # the part of the matrix that a commit chooses
+python -m bench.coverage --json bench/coverage/proofs.json --rotate $(git rev-parse HEAD)   # two of the proven ones again
 python -m bench.coverage --json bench/coverage/proofs.json --markdown docs/coverage.md   # writes the page's table
 """
 
@@ -34,8 +34,10 @@ def main() -> int:
     parser.add_argument("--kind", help="only families of a section of the table")
     parser.add_argument("--json", type=pathlib.Path, help="add the rows to this file, which is written after each one")
     parser.add_argument("--pipelines", default=",".join(PIPELINES), help="presets, with commas between")
-    parser.add_argument("--rotate", metavar="KEY", help="the few cases that this key chooses, a commit for example")
-    parser.add_argument("--count", type=int, default=3, help="how many cases --rotate chooses")
+    parser.add_argument(
+        "--rotate", metavar="KEY", help="the few cases, of the proven ones in --json, that this key chooses"
+    )
+    parser.add_argument("--count", type=int, default=2, help="how many cases --rotate chooses")
     parser.add_argument("--missing", action="store_true", help="only cases that --json has no proven row of")
     parser.add_argument("--no-fresh", action="store_true", help="leave out the fresh process")
     parser.add_argument("--list", action="store_true", help="print the cases")
@@ -51,7 +53,8 @@ def main() -> int:
     if options.missing:
         chosen = [c for c in chosen if stored.get(c.name, {}).get("status") not in ("proven", "refused")]
     if options.rotate:
-        chosen = list(rotating(chosen, options.rotate, options.count))
+        known = [c for c in chosen if stored.get(c.name, {}).get("status") == "proven"]
+        chosen = list(rotating(known if stored else chosen, options.rotate, options.count))
     if options.list:
         print("\n".join(c.name for c in chosen))
         return 0
@@ -61,7 +64,7 @@ def main() -> int:
         failed += row.status == "failed"
         print(_text(dataclasses.asdict(row)), flush=True)
         stored[case.name] = dataclasses.asdict(row)
-        if options.json:
+        if options.json and not options.rotate:
             _write(options.json, stored)
     return int(failed > 0)
 
