@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.fx import GraphModule
 
 from ortgraph.capture.torch_capture import check_torch
@@ -15,7 +16,7 @@ from ortgraph.dynamo.joint_graph import arguments_of
 from ortgraph.dynamo.options import Options
 from ortgraph.dynamo.partition import Compiler
 from ortgraph.dynamo.per_shape import PerShape, is_symbolic, numbers_in, with_numbers
-from ortgraph.errors import CaptureError, OrtgraphError, RuntimeSetupError
+from ortgraph.errors import CaptureError, OrtgraphError, RuntimeSetupError, UnsupportedError
 
 logger = logging.getLogger(__name__)
 _CANNOT = (CaptureError, RuntimeSetupError)  # a graph that is refused, as opposed to a mistake in an option
@@ -65,6 +66,11 @@ def compile_static(graph_module: GraphModule, example_inputs: Sequence[Any], opt
     """AOTAutograd over one graph of fixed shapes."""
     from torch._dynamo.backends.common import aot_autograd
 
+    elsewhere = next((x for x in example_inputs if isinstance(x, torch.Tensor) and x.device.type != "cpu"), None)
+    if elsewhere is not None:  # why: values are bound by their addresses in this process's memory
+        raise UnsupportedError(
+            f"a tensor is on {elsewhere.device}", "move module and batch to the processor: this backend runs there"
+        )
     compiler = Compiler(arguments_of(graph_module), options)
     compile_with = aot_autograd(
         fw_compiler=compiler.forward,

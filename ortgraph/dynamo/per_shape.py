@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -66,6 +67,7 @@ class PerShape:
     def __init__(self, make: Callable[[Sequence[Any]], Callable[..., Any]], numbers: Sequence[int] = ()) -> None:
         self._make = make
         self._numbers = tuple(numbers)
+        self._warned = False
         self._functions: OrderedDict[tuple[Any, ...], Callable[..., Any]] = OrderedDict()
 
     def __call__(self, *args: Any) -> Any:
@@ -77,8 +79,20 @@ class PerShape:
             found = self._functions[key] = self._make(args)
             if len(self._functions) > MAX_SHAPES:
                 self._functions.popitem(last=False)
+                self._warn()
         self._functions.move_to_end(key)
         return found(*args)
+
+    def _warn(self) -> None:
+        """Say once that compiled graphs are thrown away."""
+        if self._warned:
+            return
+        self._warned = True
+        warnings.warn(
+            f"a graph was compiled for more than {MAX_SHAPES} sets of sizes and numbers, the oldest are dropped\n  try: pad "
+            "batches to few sizes; give a number that changes from step to step as a tensor",
+            stacklevel=3,
+        )
 
 
 def _layout(argument: Any) -> Any:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ortgraph.dynamo import per_shape
+from ortgraph.dynamo.backend import FallbackWarning
 
 
 class Scaled(torch.nn.Module):
@@ -41,3 +42,21 @@ def test_numbers_and_sizes_may_change_together(monkeypatch: pytest.MonkeyPatch) 
         torch.testing.assert_close(loss, expected)
         torch.testing.assert_close(module.linear.weight.grad, eager.linear.weight.grad)
     assert any(seen)  # a number came as a tensor
+
+
+def test_many_numbers_are_told() -> None:
+    torch._dynamo.reset()
+    module = Scaled(0.0)
+    compiled = torch.compile(module, backend="ortgraph", options={"fallback": False})
+    with pytest.warns(UserWarning, match="as a tensor"):
+        for step in range(per_shape.MAX_SHAPES + 3):
+            module.scale = float(step)
+            compiled(torch.ones(2, 6))
+
+
+def test_other_devices_are_left_to_pytorch() -> None:
+    x = torch.ones(2, 6, device="meta")
+    module = Scaled(1.0).to("meta")
+    torch._dynamo.reset()
+    with pytest.warns(FallbackWarning, match="a tensor is on meta"):
+        assert torch.compile(module, backend="ortgraph")(x).device.type == "meta"
