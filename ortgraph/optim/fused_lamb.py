@@ -14,7 +14,7 @@ from ortgraph.errors import InputError
 class FusedLAMB(torch.optim.Optimizer):
     """LAMB (You et al., 2020): Adam's direction, scaled per tensor to a part of the weights' norm.
 
-    The arithmetic is that of ``ortgraph.optim.LAMB`` in a graph, by PyTorch's multi-tensor operators.
+    The arithmetic is that of ``ortgraph.optim.LAMB`` in a graph, by PyTorch's operators, a tensor at a time.
 
     Args:
         params: Tensors, or groups as dicts.

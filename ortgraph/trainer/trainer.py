@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pathlib
+import warnings
 from typing import Any
 
 import torch
@@ -57,6 +58,7 @@ class ORTTrainer(Trainer):
             check_feature(feature, model)
         super().__init__(model, args, *positional, **others)
         self._modules_of: tuple[Any, dict[str, ORTModule]] = (None, {})
+        self._saved_onnx = False
         if getattr(args, "precision", "fp32") == "fp16":
             # why: Accelerate makes a scaler for its own autocast only
             self.accelerator.scaler = torch.amp.GradScaler("cpu")
@@ -88,13 +90,18 @@ class ORTTrainer(Trainer):
         return {**options, "memory_budget": args.memory_budget, "budget_required": args.budget_required}
 
     def _save_onnx(self, graph: TrainingGraph) -> TrainingGraph:
-        """Write the first graph that is captured."""
+        """Write the first graph that is captured; a file that is there already stays, with a warning."""
         args: Any = self.args
         path = pathlib.Path(args.output_dir) / f"{args.onnx_prefix}_training.onnx"
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            graph.save(path)
-            logger.info("training graph: %s", path)
+        if self._saved_onnx:
+            return graph
+        self._saved_onnx = True
+        if path.exists():
+            warnings.warn(f"{path} is there already and stays: give another onnx_prefix, or remove it", stacklevel=2)
+            return graph
+        path.parent.mkdir(parents=True, exist_ok=True)
+        graph.save(path)
+        logger.info("training graph: %s", path)
         return graph
 
     @property
@@ -130,17 +137,26 @@ class ORTTrainer(Trainer):
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: PreTrainedModel | None = None) -> tuple[Any, Any]:
-        """As ``Trainer``'s; the names of ``ORTOptimizerNames`` are compiled updates."""
+        """As ``Trainer``'s; those of ``ORTOptimizerNames`` are ortgraph's."""
         if isinstance(args.optim, ORTOptimizerNames):
             return optimizer_of(args)
         return Trainer.get_optimizer_cls_and_kwargs(args, model)
 
     def _clip_grad_norm(self, model: Any) -> Any:
-        """As ``Trainer``'s; gradients of a scaled loss are divided by the scale first."""
+        """As ``Trainer``'s, of gradients without the loss scale."""
+        self._unscale()
+        return super()._clip_grad_norm(model)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """As ``Trainer``'s, of gradients without the loss scale."""
+        if grad_norm is None:  # nothing was clipped
+            self._unscale()
+        return super()._get_grad_norm(model, grad_norm)
+
+    def _unscale(self) -> None:
         if getattr(self.args, "precision", "fp32") == "fp16":
             for optimizer in self.accelerator._optimizers:
                 self.accelerator.scaler.unscale_(optimizer.optimizer)
-        return super()._clip_grad_norm(model)
 
 
 class ORTSeq2SeqTrainer(Seq2SeqTrainer, ORTTrainer):
