@@ -66,13 +66,7 @@ inline V exp_minus_one(V x) {
   const V shifted = bounded * 1.44269504f + magic;
   const V n = shifted - magic;
   const V r = bounded - n * 0.693145751953125f - n * 1.42860677e-6f;
-  V p = splat(1.98581270e-4f);
-  p = p * r + 1.39344973e-3f;
-  p = p * r + 8.33336171e-3f;
-  p = p * r + 4.16664556e-2f;
-  p = p * r + 1.66666672e-1f;
-  p = p * r + 0.5f;
-  p = p * r * r + r;
+  const V p = exp_rest(r);
   const Vi exponent = reinterpret_cast<Vi>(shifted) - reinterpret_cast<Vi>(magic);
   const V power = reinterpret_cast<V>((exponent + 127) << 23);
   const V y = power * p + (power - 1.0f);

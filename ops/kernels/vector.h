@@ -178,6 +178,17 @@ inline float largest(V v) {
 
 inline V magnitude(V x) { return reinterpret_cast<V>(reinterpret_cast<Vi>(x) & 0x7fffffff); }
 
+// exp(r) - 1 for |r| at most log(2) / 2.
+inline V exp_rest(V r) {
+  V p = splat(1.98581270e-4f);
+  p = p * r + 1.39344973e-3f;
+  p = p * r + 8.33336171e-3f;
+  p = p * r + 4.16664556e-2f;
+  p = p * r + 1.66666672e-1f;
+  p = p * r + 0.5f;
+  return p * r * r + r;
+}
+
 // exp(high + low) for |low| much smaller than 1. Relative error below 1.2e-7, subnormal results included.
 // Cody-Waite reduction to |r| <= ln(2)/2 and a polynomial fitted for least relative error.
 inline V exp_sum(V high, V low) {
@@ -187,13 +198,7 @@ inline V exp_sum(V high, V low) {
   const V n = shifted - magic;
   V r = high - n * 0.693145751953125f;
   r = r - n * 1.42860677e-6f + low;
-  V p = splat(1.98581270e-4f);
-  p = p * r + 1.39344973e-3f;
-  p = p * r + 8.33336171e-3f;
-  p = p * r + 4.16664556e-2f;
-  p = p * r + 1.66666672e-1f;
-  p = p * r + 0.5f;
-  p = p * r * r + r + 1.0f;
+  V p = exp_rest(r) + 1.0f;
 #ifdef __AVX512F__
   return (V)_mm512_scalef_ps((__m512)p, (__m512)n);
 #else
