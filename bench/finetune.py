@@ -165,13 +165,14 @@ def main() -> None:
         print("RESULT " + json.dumps(run(options.side.split("-")[0], options)))
         return
     results: dict[str, list[dict[str, Any]]] = {}
+    others = "other processes run" if is_busy() else "quiet"  # before this one's own load
     with tempfile.TemporaryDirectory() as folder:
         shim = build_shim(folder)
         sides = {"ortgraph": {}, "trainer-stock": {}, **({"trainer-best": {"LD_PRELOAD": shim}} if shim else {})}
         for number in range(options.rounds):
             for side, environment in sides.items():
                 results.setdefault(side, []).append(_in_process(side, environment, options, number))
-    print(f"{machine()}, {options.threads} threads, {'other processes run' if is_busy() else 'quiet'}")
+    print(f"{machine()}, {options.threads} threads, {others}")
     _print(results)
     if options.json:
         pathlib.Path(options.json).write_text(json.dumps(results, indent=1))
