@@ -73,3 +73,38 @@ class KernelRunner:
 def kernel():
     """``kernel(op, inputs, outputs, threads=2, **attributes)``: a KernelRunner."""
     return KernelRunner
+
+
+def run_low_precision(op, inputs, low_inputs, low_outputs, options):
+    """A kernel between casts to and from bfloat16."""
+    nodes, names = [], []
+    for i, low in enumerate(low_inputs):
+        names.append(f"c{i}" if low else f"i{i}")
+        if low:
+            nodes.append(helper.make_node("Cast", [f"i{i}"], [f"c{i}"], to=TensorProto.BFLOAT16))
+    made = [f"k{o}" if low else f"o{o}" for o, low in enumerate(low_outputs)]
+    nodes.append(helper.make_node(op, names, made, domain="ortgraph.kernels", **options))
+    nodes += [
+        helper.make_node("Cast", [f"k{o}"], [f"o{o}"], to=TensorProto.FLOAT) for o, low in enumerate(low_outputs) if low
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "low",
+        [helper.make_tensor_value_info(f"i{i}", TensorProto.FLOAT, a.shape) for i, a in enumerate(inputs)],
+        [helper.make_empty_tensor_value_info(f"o{o}") for o in range(len(low_outputs))],
+    )
+    imports = [helper.make_opsetid("", 18), helper.make_opsetid("ortgraph.kernels", 1)]
+    settings = onnxruntime.SessionOptions()
+    settings.log_severity_level = 4
+    settings.register_custom_ops_library(str(kernels.library_path()))
+    model = helper.make_model(graph, opset_imports=imports, ir_version=9).SerializeToString()
+    session = onnxruntime.InferenceSession(model, settings, providers=["CPUExecutionProvider"])
+    return session.run(None, {f"i{i}": a for i, a in enumerate(inputs)})
+
+
+@pytest.fixture
+def run_low():
+    """``run_low_precision(op, inputs, low_inputs, low_outputs, options)``, where kernels can be built."""
+    if not kernels.available():
+        pytest.skip(kernels.reason())
+    return run_low_precision

@@ -1,4 +1,4 @@
-"""Convolution, batch norm and pooling kernels against PyTorch in float64, and in low precision against rounded operands."""
+"""Convolution kernels against PyTorch in float64, and in low precision against rounded operands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from onnx import TensorProto, helper  # noqa: E402
 
 from ortgraph.ops import kernels  # noqa: E402
 from ortgraph.ops.kernels.windows import (  # noqa: E402
@@ -189,7 +188,7 @@ LOW_FORMS = {
 @pytest.mark.parametrize("low", [True, False])
 @pytest.mark.parametrize("batch", [2, 3])
 @pytest.mark.parametrize("form", LOW_FORMS)
-def test_low_precision_rounds_operands_only(kernel, low, batch, form):
+def test_low_precision_rounds_operands_only(kernel, run_low, low, batch, form):
     """With precision=bf16 float32 operands are rounded; bf16 operands are taken as they are; sums are float32."""
     channels, filters, window, options = LOW_FORMS[form]
     x, w = f32(batch, channels, 9, 8), f32(filters, channels // options.get("group", 1), *window)
@@ -264,35 +263,6 @@ def test_a_pair_keeps_what_is_not_finite_to_itself(kernel, image, channel):
     assert np.array_equal(~np.isfinite(dx), touched)
 
 
-def run_low(op, inputs, low_inputs, low_outputs, options):
-    """A kernel between casts to and from bfloat16."""
-    import onnxruntime
-
-    nodes, names = [], []
-    for i, low in enumerate(low_inputs):
-        names.append(f"c{i}" if low else f"i{i}")
-        if low:
-            nodes.append(helper.make_node("Cast", [f"i{i}"], [f"c{i}"], to=TensorProto.BFLOAT16))
-    made = [f"k{o}" if low else f"o{o}" for o, low in enumerate(low_outputs)]
-    nodes.append(helper.make_node(op, names, made, domain="ortgraph.kernels", **options))
-    nodes += [
-        helper.make_node("Cast", [f"k{o}"], [f"o{o}"], to=TensorProto.FLOAT) for o, low in enumerate(low_outputs) if low
-    ]
-    graph = helper.make_graph(
-        nodes,
-        "low",
-        [helper.make_tensor_value_info(f"i{i}", TensorProto.FLOAT, a.shape) for i, a in enumerate(inputs)],
-        [helper.make_empty_tensor_value_info(f"o{o}") for o in range(len(low_outputs))],
-    )
-    imports = [helper.make_opsetid("", 18), helper.make_opsetid("ortgraph.kernels", 1)]
-    settings = onnxruntime.SessionOptions()
-    settings.log_severity_level = 4
-    settings.register_custom_ops_library(str(kernels.library_path()))
-    model = helper.make_model(graph, opset_imports=imports, ir_version=9).SerializeToString()
-    session = onnxruntime.InferenceSession(model, settings, providers=["CPUExecutionProvider"])
-    return session.run(None, {f"i{i}": a for i, a in enumerate(inputs)})
-
-
 def node_of(op, *shapes, outputs=1, **attributes):
     values = [ir.val(f"v{i}", dtype=ir.DataType.FLOAT, shape=list(s)) for i, s in enumerate(shapes)]
     node = ir.node(op, values, attributes=attributes, num_outputs=outputs, domain="" if op == "Conv" else "ortgraph")
@@ -345,151 +315,3 @@ def test_which_convolutions_have_a_kernel():
     assert "auto_pad" in why((2, 16, 8, 8), (32, 16, 3, 3), auto_pad="SAME_UPPER")
     assert "negative" in why((2, 16, 8, 8), (32, 16, 3, 3), pads=[-1, 0, 0, 0])
     assert why((2, 16, 8, 8), (16, 1, 3, 3), group=16) is None
-
-
-# -- batch norm --------------------------------------------------------------------------------------------------------
-
-SHAPES = [(4, 3, 5, 7), (2, 64, 24, 24), (9, 5), (3, 2, 33), (2, 3, 2, 3, 4), (1, 2, 2, 1)]
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_batch_norm_and_gradient(kernel, shape):
-    c = shape[1]
-    x, dy, scale, bias = f32(*shape) * 2 + 3, f32(*shape), f32(c), f32(c)
-    mean, var = f32(c), f32(c) ** 2
-    wx, ws, wb = wide(x, scale, bias)
-    new_mean, new_var = (torch.tensor(a, dtype=torch.float64) for a in (mean, var))
-    y = F.batch_norm(wx, new_mean, new_var, ws, wb, training=True, momentum=0.3, eps=1e-3)
-    expected = torch.autograd.grad(y, (wx, ws, wb), torch.tensor(dy, dtype=torch.float64))
-    got = kernel("BatchNorm", [x, scale, bias, mean, var], 5, momentum=0.3, epsilon=1e-3).run()
-    axes = [i for i in range(len(shape)) if i != 1]
-    inv_std = 1 / np.sqrt(x.astype(np.float64).var(tuple(axes)) + 1e-3)
-    near(got[0], y, 8)
-    for a, b in zip(got[1:], (new_mean, new_var, x.astype(np.float64).mean(tuple(axes)), inv_std), strict=True):
-        np.testing.assert_allclose(a, np.asarray(b), rtol=2e-6, atol=1e-6)
-    grads = kernel("BatchNormGrad", [dy, x, scale, got[3], got[4]], 3).run()
-    limit = max(1.0, np.abs(expected[0].numpy()).max())
-    for a, b, length in zip(grads, expected, (8 * limit, x.size // c, x.size // c), strict=True):
-        near(a, b, 4 * length)
-    for i in range(3):
-        some = kernel(
-            "BatchNormGrad",
-            [dy, x, scale, got[3], got[4]],
-            3,
-            threads=1,
-            absent=tuple(f"o{j}" for j in range(3) if j != i),
-        )
-        assert np.array_equal(some.run()[0], grads[i])
-
-
-@pytest.mark.parametrize("low_x", [False, True])
-@pytest.mark.parametrize("low_y", [False, True])
-@pytest.mark.parametrize("low_dy", [False, True])
-def test_batch_norm_in_low_precision(kernel, low_x, low_y, low_dy):
-    """Reads and writes either type; what is between is float32, so it is the float32 kernel on the rounded values."""
-    c = 19
-    x, dy, scale, bias, mean, var = f32(3, c, 5, 7), f32(3, c, 5, 7), f32(c), f32(c), f32(c), f32(c) ** 2
-    given = rounded(x) if low_x else x
-    plain = kernel("BatchNorm", [given, scale, bias, mean, var], 5).run()
-    want = [rounded(plain[0]) if low_y else plain[0], *plain[1:]]
-    inputs = [low_x, False, False, False, False]
-    name = "BatchNorm_b" if low_y else "BatchNorm"
-    got = run_low(name, [x, scale, bias, mean, var], inputs, [low_y, False, False, False, False], {})
-    statistics = plain[3:]
-    plain = kernel("BatchNormGrad", [rounded(dy) if low_dy else dy, given, scale, *statistics], 3).run()
-    want += [rounded(plain[0]) if low_y else plain[0], *plain[1:]]
-    name = "BatchNormGrad_b" if low_y else "BatchNormGrad"
-    inputs = [low_dy, low_x, False, False, False]
-    got += run_low(name, [dy, x, scale, *statistics], inputs, [low_y, False, False], {})
-    for a, b in zip(got, want, strict=True):
-        assert np.array_equal(a, b)
-
-
-def test_batch_norm_far_from_zero(kernel):
-    """The variance is that of the differences: nothing cancels at a mean of 1000."""
-    x = (f32(4, 2, 30, 30) + 1000).astype(np.float32)
-    one, zero = np.ones(2, np.float32), np.zeros(2, np.float32)
-    y, _, _, _, inv_std = kernel("BatchNorm", [x, one, zero, zero, one], 5).run()
-    np.testing.assert_allclose(inv_std, 1 / np.sqrt(x.astype(np.float64).var((0, 2, 3)) + 1e-5), rtol=1e-5)
-    assert abs(float(y.mean())) < 1e-4 and float(y.std()) == pytest.approx(1, rel=1e-4)
-
-
-def test_batch_norm_keeps_not_a_number_in_its_channel(kernel):
-    x = f32(3, 4, 5, 5)
-    x[1, 2, 3, 3] = np.nan
-    one, zero = np.ones(4, np.float32), np.zeros(4, np.float32)
-    y, mean, *_ = kernel("BatchNorm", [x, one, zero, zero, one], 5).run()
-    assert np.isnan(y[:, 2]).all() and np.isfinite(np.delete(y, 2, 1)).all()
-    assert np.isnan(mean).tolist() == [False, False, True, False]
-
-
-# -- pooling -----------------------------------------------------------------------------------------------------------
-
-POOLS = [((3, 3), (2, 2), (1, 1)), ((2, 3), (1, 2), (0, 1)), ((4, 4), (4, 4), (0, 0)), ((3,), (2,), (1,))]
-
-
-@pytest.mark.parametrize("window,strides,pads", POOLS)
-def test_max_pool_gradient(kernel, window, strides, pads):
-    dims = len(window)
-    x = f32(3, 20, *(19, 14)[:dims])
-    (wx,) = wide(x)
-    y, at = (F.max_pool2d if dims == 2 else F.max_pool1d)(wx, window, strides, pads, return_indices=True)
-    dy = f32(*y.shape)
-    (expected,) = torch.autograd.grad(y, wx, torch.tensor(dy, dtype=torch.float64))
-    planes = np.arange(60).reshape(3, 20, *[1] * dims) * math.prod(x.shape[2:])
-    (dx,) = kernel("MaxPoolGrad", [dy, at.numpy() + planes, x], 1).run()
-    near(dx, expected, 4)
-
-
-@pytest.mark.parametrize("window,strides,pads", POOLS)
-@pytest.mark.parametrize("size", [(19, 14), (48, 51), (4, 4)])
-def test_max_pool(kernel, window, strides, pads, size):
-    dims = len(window)
-    x = np.round(f32(3, 20, *size[:dims]) * 4) / 4  # equal values: the first one counts
-    x[0, 3].flat[1:3] = np.nan
-    x[1, 4] = -np.inf
-    x[2, 5].flat[2] = np.inf
-    want, at = (F.max_pool2d if dims == 2 else F.max_pool1d)(
-        torch.tensor(x), window, strides, pads, return_indices=True
-    )
-    planes = np.arange(60).reshape(3, 20, *[1] * dims) * math.prod(x.shape[2:])
-    options = {"kernel_shape": window, "strides": strides, "pads": [*pads, *pads]}
-    for threads in (1, 2):
-        y, indices = kernel("MaxPool", [x], 2, threads=threads, **options).run()
-        assert np.array_equal(y, want.numpy(), equal_nan=True)
-        assert np.array_equal(indices, at.numpy() + planes)
-    assert np.array_equal(kernel("MaxPool", [x], 1, **options).run()[0], y, equal_nan=True)
-
-
-def test_max_pools_that_have_no_kernel():
-    def why(x, **attributes):
-        value = ir.val("x", dtype=ir.DataType.FLOAT, shape=x)
-        return kernels.reason(ir.node("MaxPool", [value], attributes=attributes, num_outputs=2))
-
-    assert why((2, 3, 8, 8), kernel_shape=[3, 3], pads=[1] * 4) is None
-    assert "spatial" in why((2, 3, 8, 8, 8), kernel_shape=[3, 3, 3])
-    assert "ceil_mode" in why((2, 3, 8, 8), kernel_shape=[3, 3], ceil_mode=1)
-    assert "dilations" in why((2, 3, 8, 8), kernel_shape=[3, 3], dilations=[2, 2])
-    assert "pads" in why((2, 3, 8, 8), kernel_shape=[2, 2], pads=[2, 0, 0, 0])
-
-
-def test_max_pool_index_outside_its_plane_is_refused(kernel):
-    at = np.array([[[[0]], [[3]]]])
-    with pytest.raises(Exception, match="index 3 is outside its plane"):
-        kernel("MaxPoolGrad", [f32(1, 2, 1, 1), at, f32(1, 2, 2, 2)], 1).run()
-
-
-@pytest.mark.parametrize("window,strides,pads", POOLS)
-@pytest.mark.parametrize("include", [0, 1])
-@pytest.mark.parametrize("ceil", [False, True])
-def test_average_pool_gradient(kernel, window, strides, pads, include, ceil):
-    dims = len(window)
-    x = f32(2, 5, *(19, 14)[:dims])
-    (wx,) = wide(x)
-    function = F.avg_pool2d if dims == 2 else F.avg_pool1d
-    y = function(wx, window, strides, pads, ceil, bool(include))
-    dy = f32(*y.shape)
-    (expected,) = torch.autograd.grad(y, wx, torch.tensor(dy, dtype=torch.float64))
-    options = {"kernel_shape": window, "strides": strides, "pads": [*pads, *pads], "count_include_pad": include}
-    (dx,) = kernel("AveragePoolGrad", [dy, x], 1, **options).run()
-    near(dx, expected, 8)
