@@ -31,7 +31,7 @@ from ortgraph.passes.fusion.attention_parts import (
     summed_groups,
     unscaled,
 )
-from ortgraph.passes.fusion.operands import FLOATS, producer_of, rank, reshape_dims
+from ortgraph.passes.fusion.operands import FLOATS, producer_of, rank, with_lead
 
 _MAX_MASK = 1 << 24  # elements of a constant mask that is looked into
 _AS_IT_LIES = ((0, 1, 2, 3), (0, 1, 3, 2))  # rows and columns exchanged at most
@@ -373,9 +373,7 @@ def _mask_value(b: Builder, mask: ir.Value | tuple, lead: tuple, dtype: ir.DataT
         value = b.op("Where", condition, b.const(holds, dtype.numpy()), b.const(other, dtype.numpy()))
     assert isinstance(value, ir.Value) and value.shape is not None
     if len(value.shape) == 3 and lead[0] != 1 and value.shape[0] == lead[0] * lead[1]:
-        dims = (*lead, *list(value.shape)[1:])
-        value = b.op("Reshape", value, b.ints(reshape_dims(dims) or []))
-        value.shape = ir.Shape(dims)
+        value = with_lead(b, value, lead)
     return value
 
 
@@ -386,6 +384,6 @@ def _shaped(b: Builder, value: ir.Value, old: ir.Value, swapped: bool, factor: f
     if swapped:
         value = b.op("Transpose", value, perm=[0, 1, 3, 2])
     if rank(old) != 4:
-        value = b.op("Reshape", value, b.ints(reshape_dims(tuple(old.shape)) or []))  # type: ignore[arg-type]
+        value = with_lead(b, value, tuple(old.shape)[:-2])  # type: ignore[arg-type]
     value.shape = old.shape
     return value

@@ -21,6 +21,7 @@ from ortgraph.passes.fusion.operands import (
     same_shape,
     scalar,
     with_constant,
+    with_lead,
 )
 
 Dim = int | ir.SymbolicDim
@@ -48,8 +49,7 @@ class Heads:
         """The operand as a value of four dimensions."""
         value = self.source
         if self.view is not None:
-            value = b.op("Reshape", value, b.ints(reshape_dims(self.view) or []))
-            value.shape = ir.Shape(self.view)
+            value = with_lead(b, value, self.view[:2])
         return value if self.perm == (0, 1, 2, 3) else b.op("Transpose", value, perm=list(self.perm))
 
 
@@ -77,7 +77,7 @@ def heads(value: ir.Value | None, lead: tuple[Dim, Dim] | None = None) -> Heads 
     view = producer_of(value, "Reshape")
     if view is not None and is_batch_view(view.inputs[0], value):
         return heads(view.inputs[0])
-    if lead is None or reshape_dims((*lead, *list(value.shape)[1:])) is None:
+    if lead is None or reshape_dims(lead) is None:
         return None
     return Heads(value, view=(*lead, *list(value.shape)[1:]))
 

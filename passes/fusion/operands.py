@@ -7,6 +7,7 @@ import math
 import numpy as np
 import onnx_ir as ir
 
+from ortgraph.ops.builder import Builder
 from ortgraph.ops.shapes import attribute
 
 MAX_CONSTANT = 1 << 16  # elements of a constant that a fusion looks into
@@ -113,3 +114,19 @@ def reshape_dims(dims: tuple[int | ir.SymbolicDim, ...]) -> list[int] | None:
     if len(unknown) > 1 or any(d == 0 for d in dims):
         return None
     return [d if isinstance(d, int) else -1 for d in dims]
+
+
+def with_lead(b: Builder, value: ir.Value, lead: tuple[int | ir.SymbolicDim, ...]) -> ir.Value:
+    """A Reshape [..., m, n] to [*lead, m, n]. Of ``lead`` at most one may be unknown; m and n may be, too."""
+    dims = (*lead, *list(value.shape)[-2:])  # type: ignore[arg-type]
+    if all(isinstance(d, int) for d in dims):
+        made = b.op("Reshape", value, b.ints(list(dims)), allowzero=1 if 0 in dims else None)  # type: ignore[arg-type]
+    elif (target := reshape_dims(dims)) is not None:
+        made = b.op("Reshape", value, b.ints(target))
+    else:
+        front = reshape_dims(lead)
+        assert front is not None, lead
+        tail = b.op("Shape", value, start=len(value.shape or ()) - 2)
+        made = b.op("Reshape", value, b.op("Concat", b.ints(front), tail, axis=0))
+    made.shape = ir.Shape(dims)
+    return made

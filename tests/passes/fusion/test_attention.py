@@ -6,6 +6,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from ortgraph.graph.verify import verify
 from ortgraph.passes.canonical.eliminate_dead_code import EliminateDeadCode
 from ortgraph.passes.fusion.attention import FuseAttention
 
@@ -207,6 +208,25 @@ def test_symbolic_batch(bench):
     inputs = {n: ("batch", *s[1:]) for n, s in INPUTS.items()}
     graph = make(bench, inputs)
     assert bench.apply(graph, FuseAttention()) == {"attentions": 1}
+
+
+def test_views_whose_sizes_are_all_symbolic(bench, monkeypatch):
+    def view(b, x, lead, *shape):
+        inputs = {v.name: v for v in b.graph.inputs}
+        owners = {"rows": inputs["q"], "keys": inputs["k"]}
+        sizes = [
+            b.ints([d]) if isinstance(d, int) else b.op("Shape", owners[d.value], start=2, end=3) for d in shape[-2:]
+        ]
+        made = b.op("Reshape", x, b.op("Concat", b.ints(lead), *sizes, axis=0))
+        made.shape = ir.Shape(shape)
+        return made
+
+    monkeypatch.setitem(globals(), "_three", lambda b, x: view(b, x, [-1], x.shape[0] * H, *x.shape[2:]))
+    monkeypatch.setitem(globals(), "_four", lambda b, x: view(b, x, [-1, H], "batch", H, *x.shape[1:]))
+    inputs = {"q": ("batch", H, "rows", D), "k": ("batch", H, "keys", D), "v": ("batch", H, "keys", E)}
+    graph = make(bench, {**inputs, "dy": ("batch", H, "rows", E)}, views=True)
+    assert bench.apply(graph, FuseAttention()) == {"attentions": 1}
+    verify(graph, "types")
 
 
 def test_every_inner_value_may_be_a_graph_output(bench):
