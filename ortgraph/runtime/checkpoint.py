@@ -6,6 +6,7 @@ at any point leaves the old or the new checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -13,7 +14,7 @@ import pathlib
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from ortgraph.runtime.batch import to_numpy
 
 VERSION = 1
 RECORD = "checkpoint.json"
+_PARTIAL = ".partial-"
 _OURS = re.compile(r"checkpoint\.json|values-[0-9a-f]{64}\.safetensors|\.partial-.*")
 
 
@@ -48,7 +50,7 @@ def save(folder: str | os.PathLike[str], values: Mapping[str, np.ndarray], extra
     with writing(folder):
         folder.mkdir(exist_ok=True)
     earlier = sorted(folder.glob("values-*.safetensors"))
-    with writing(folder), tempfile.TemporaryDirectory(dir=folder, prefix=".partial-") as partial:
+    with writing(folder), _partial_folder(folder) as partial:
         written = pathlib.Path(partial, "values")
         safetensors.numpy.save_file({k: np.asarray(v, order="C") for k, v in values.items()}, written)
         record = pathlib.Path(partial, RECORD)
@@ -63,6 +65,29 @@ def save(folder: str | os.PathLike[str], values: Mapping[str, np.ndarray], extra
         if old.name != _values_name(digest):
             old.unlink(missing_ok=True)
     return folder
+
+
+@contextlib.contextmanager
+def _partial_folder(folder: pathlib.Path) -> Iterator[str]:
+    """A folder to write in, locked while its process lives; those that killed processes left are removed."""
+    for left in folder.glob(f"{_PARTIAL}*"):
+        with contextlib.suppress(OSError), _locked(left):
+            shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=_PARTIAL) as partial, _locked(partial):
+        yield partial
+
+
+@contextlib.contextmanager
+def _locked(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Hold the lock of a folder. Raises OSError when another process does."""
+    import fcntl
+
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _values_name(digest: str) -> str:
@@ -108,6 +133,16 @@ def load(folder: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[st
         return safetensors.numpy.load_file(values), record
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         raise InputError(f"{values} does not load ({error})", "use another checkpoint") from error
+
+
+def check_made_with(where: str, own: Mapping[str, str], given: Mapping[str, str]) -> None:
+    """Raise InputError unless a checkpoint was made with what the graph has; what it does not say is not checked."""
+    for key, value in own.items():
+        if given.get(key, value) != value:
+            raise InputError(
+                f"{where} is of another {key.replace('_', ' ')}: {given[key]}, the graph has {value}",
+                f"a graph with that {key.replace('_', ' ')}, or load_checkpoint(folder, strict=False) for its values alone",
+            )
 
 
 def check_names(where: str, own: Iterable[str], given: Iterable[str]) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from ortgraph.runtime.arena import Memory
 from ortgraph.runtime.device import HOST, Device
 
 LEARNING_RATE = "learning_rate"
+# What a checkpoint was made with, as the graph's metadata say it: two graphs of one model may differ in nothing else.
+_MADE_WITH = {"optimizer": "no optimizer", "precision": "fp32", "accumulation_steps": "1"}
 
 
 class SessionState:
@@ -101,25 +104,80 @@ class SessionState:
         checkpoint.check_names("optimizer_state_dict", names, state)
         checkpoint.assign("optimizer_state_dict", [(n, self._memory.persistent[s]) for n, s in names.items()], state)
 
-    def save_checkpoint(self, folder: str | os.PathLike[str]) -> pathlib.Path:
-        """Write everything that the next step depends on, atomically. See ``ortgraph.runtime.checkpoint``."""
-        rates = {name: float(self._memory.persistent[name]) for name in self.signature.scalars}
-        return checkpoint.save(folder, self._checkpoint_values(), {"steps": self.steps, "scalars": rates})
+    def save_checkpoint(self, folder: str | os.PathLike[str], position: Any = None) -> pathlib.Path:
+        """Write everything that the next step depends on, atomically. See ``ortgraph.runtime.checkpoint``.
 
-    def load_checkpoint(self, folder: str | os.PathLike[str]) -> None:
+        Args:
+            folder: Made, or updated when it is a checkpoint. Its parent folder must exist.
+            position: What the caller wants back: where the data stands (epoch, batch, a sampler's state). JSON values.
+        """
+        rates = {name: float(self._memory.persistent[name]) for name in self.signature.scalars}
+        extra = {"steps": self.steps, "scalars": rates, "position": position, "made_with": self._made_with()}
+        return checkpoint.save(folder, self._checkpoint_values(), extra)
+
+    def load_checkpoint(self, folder: str | os.PathLike[str], strict: bool = True) -> Any:
         """Continue where ``save_checkpoint`` stopped, bit for bit. Nothing changes when it does not fit.
 
+        Args:
+            folder: What ``save_checkpoint`` wrote.
+            strict: Refuse a checkpoint of another precision, number of accumulation steps, or optimizer, also where
+                names and shapes are the same; False: take its values.
+
+        Returns:
+            The ``position`` that was saved.
+
         Raises:
-            InputError: Not a checkpoint, or of another model or optimizer.
+            InputError: Not a checkpoint, or of another model, optimizer or precision.
         """
         values, extra = checkpoint.load(folder)
         own = self._checkpoint_values()
+        checkpoint.check_made_with(str(folder), self._made_with(), extra.get("made_with", {}) if strict else {})
         checkpoint.check_names(str(folder), own, values)
         checkpoint.assign(str(folder), list(own.items()), values)
         self.steps = int(extra["steps"])
         for name, value in extra["scalars"].items():
             if name in self.signature.scalars:
                 self._memory.persistent[name][...] = value
+        return extra.get("position")
+
+    def torch_state_dict(self, groups: Sequence[Sequence[str]] | None = None) -> dict[str, Any]:
+        """The present state for a PyTorch loop: ``model``, ``optimizer`` and, with a loss scale, ``scaler``.
+
+        Each is what ``load_state_dict`` of the module, of ``torch.optim.AdamW`` or ``SGD`` (of ``FusedLAMB`` for LAMB) and
+        of ``torch.amp.GradScaler`` takes. Random numbers are not of it: they are drawn in another way there.
+
+        Args:
+            groups: Names of the optimizer's parameters, group by group, as ``torch_layout.groups_of(module, optimizer)``
+                gives them. None: a group for each set of hyperparameters, with all parameters of the module in its order.
+
+        Raises:
+            InputError: Parameters of one group have other hyperparameters here, or gradients are being accumulated.
+        """
+        from ortgraph.runtime import torch_layout
+
+        return torch_layout.state_dict(self, groups)
+
+    def load_torch_state_dict(self, state: Mapping[str, Any], groups: Sequence[Sequence[str]] | None = None) -> None:
+        """Continue where a PyTorch loop stopped. Nothing changes when the state does not fit.
+
+        Args:
+            state: ``model``, ``optimizer``, ``scaler``, each optional: state dicts as of ``torch_state_dict``.
+            groups: As for ``torch_state_dict``; not needed where the optimizer was made from named parameters.
+
+        Raises:
+            InputError: Names, shapes, the optimizer or its hyperparameters are not the graph's.
+        """
+        from ortgraph.runtime import torch_layout
+
+        torch_layout.load_state_dict(self, state, groups)
+
+    def parameter_inputs(self) -> dict[str, str]:
+        """Graph input by name of a parameter or buffer, tied names included."""
+        return self._module_names()
+
+    def buffer(self, name: str) -> Any:
+        """The memory of a graph input that stays between runs."""
+        return self._memory.persistent[name]
 
     def export_inference(self, path: str | os.PathLike[str]) -> pathlib.Path:
         """Write the model in evaluation mode with its present values. See ``ortgraph.runtime.inference_export``."""
@@ -182,6 +240,9 @@ class SessionState:
         values = {n: persistent[n] for n in self._module_sources()}
         values.update({f"state/{s.name}": persistent[s.input] for s in self.signature.states})
         return values
+
+    def _made_with(self) -> dict[str, str]:
+        return {key: self.signature.metadata.get(key, default) for key, default in _MADE_WITH.items()}
 
     def _require_optimizer(self, what: str) -> None:
         if not self.has_optimizer:

@@ -9,7 +9,7 @@ import pytest
 import safetensors.numpy
 
 from ortgraph.errors import InputError
-from ortgraph.optim import AdamW
+from ortgraph.optim import LAMB, AdamW
 from ortgraph.passes.lowering.attach_optimizer import AttachOptimizer
 from ortgraph.runtime import checkpoint
 from ortgraph.runtime.session import TrainingSession
@@ -141,8 +141,11 @@ def test_refusals(stepped, classifier_graph, classifier_batch, tmp_path) -> None
 
     with pytest.raises(InputError, match="not a checkpoint"):
         fresh.load_checkpoint(tmp_path / "absent")
+    bare = TrainingSession(classifier_graph(), threads=1)
+    with pytest.raises(InputError, match="another optimizer: adamw.*, the graph has no optimizer"):
+        bare.load_checkpoint(folder)
     with pytest.raises(InputError, match="unknown 'state/exp_avg/b1'"):
-        TrainingSession(classifier_graph(), threads=1).load_checkpoint(folder)
+        bare.load_checkpoint(folder, strict=False)
     values, extra = checkpoint.load(folder)
     checkpoint.save(folder, {**values, "w1": values["w1"].T}, extra)
     refuses(r"'w1' is float32\[8, 6\]")
@@ -164,3 +167,36 @@ def test_refusals(stepped, classifier_graph, classifier_batch, tmp_path) -> None
     refuses("does not parse")
     (folder / "checkpoint.json").write_text("[]")
     refuses("does not parse")
+
+
+def test_same_names_of_another_training_are_refused(stepped, classifier_graph, classifier_batch, tmp_path) -> None:
+    """LAMB's states have AdamW's names and shapes; only what the graph says of itself tells them apart."""
+    session = stepped()
+    session.step(classifier_batch())
+    folder = session.save_checkpoint(tmp_path / "c", position={"epoch": 1, "batch": 7})
+    made = session.state_dict()
+
+    def graph_of(optimizer, accumulation_steps: int = 1, precision: str = "fp32"):
+        graph = classifier_graph()
+        AttachOptimizer.of(optimizer, accumulation_steps=accumulation_steps).call(graph.model)
+        graph.signature = graph.signature.replace(metadata={**graph.signature.metadata, "precision": precision})
+        return TrainingSession(graph, threads=1)
+
+    own = AdamW(lr=0.05, max_grad_norm=1.0)
+    for other, words in (
+        (graph_of(LAMB(lr=0.05, max_grad_norm=1.0)), "another optimizer: adamw.*, the graph has lamb"),
+        (graph_of(AdamW(lr=0.05)), "another optimizer"),
+        (graph_of(own, precision="bf16"), "another precision: fp32, the graph has bf16"),
+        (graph_of(own, accumulation_steps=2), "another accumulation steps: 1, the graph has 2"),
+    ):
+        before = other.state_dict()
+        with pytest.raises(InputError, match=words):
+            other.load_checkpoint(folder)
+        assert all(np.array_equal(before[k], v) for k, v in other.state_dict().items())
+    taken = graph_of(own, precision="bf16")
+    assert taken.load_checkpoint(folder, strict=False) == {"epoch": 1, "batch": 7}
+    assert all(np.array_equal(made[k], v) for k, v in taken.state_dict().items())
+    values, extra = checkpoint.load(folder)
+    del extra["made_with"], extra["position"]  # as earlier releases wrote it
+    checkpoint.save(folder, values, extra)
+    assert taken.load_checkpoint(folder) is None
