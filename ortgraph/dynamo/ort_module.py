@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from ortgraph.dynamo.backend import backend
 from ortgraph.dynamo.options import Options
@@ -30,6 +32,13 @@ def compiled(function: Callable[..., Any], options: Options) -> Callable[..., An
         function.__closure__,
     )
     return torch.compile(own, backend=backend, options=options)  # type: ignore[call-overload]
+
+
+def _whole() -> contextlib.AbstractContextManager[Any]:
+    """Inside DistributedDataParallel: one graph, where Dynamo would cut it at the ends of gradient buckets."""
+    if DistributedDataParallel._get_active_ddp_module() is None:
+        return contextlib.nullcontext()
+    return torch._dynamo.config.patch(optimize_ddp=False)
 
 
 class ORTModule(torch.nn.Module):
@@ -93,7 +102,8 @@ class ORTModule(torch.nn.Module):
             OrtgraphError: A part cannot be compiled and ``fallback`` is off, or an operator refuses its input.
         """
         try:
-            return self._compiled(*args, **kwargs)
+            with _whole():
+                return self._compiled(*args, **kwargs)
         except torch._dynamo.exc.BackendCompilerFailed as error:
             if isinstance(error.inner_exception, OrtgraphError):
                 raise error.inner_exception from error
