@@ -1,0 +1,31 @@
+"""ORTTrainer under torchrun and accelerate launch: losses are those of transformers' Trainer under the same launch."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+SCRIPT = str(pathlib.Path(__file__).with_name("trainer_ranks.py"))
+LAUNCHERS = {
+    "torchrun": ("torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+    "accelerate": (
+        "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1",
+        "--mixed_precision=no", "--dynamo_backend=no", "--num_cpu_threads_per_process=1", "--main_process_port=0",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("accelerate", marks=pytest.mark.slow)])
+def test_losses_are_those_of_trainer(launch: Any, launcher: str) -> None:
+    printed = launch.command(sys.executable, "-m", *LAUNCHERS[launcher], SCRIPT, str(launch.folder))
+    assert launch.codes == [0], printed[-6000:]
+    ranks = launch.results()
+    for rank in ranks:
+        (theirs, evaluated), (ours, our_evaluated) = rank["theirs"], rank["ours"]
+        assert len(ours) == len(theirs) == (4 if rank is ranks[0] else len(ours))
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+        assert our_evaluated == pytest.approx(evaluated, rel=1e-5)
