@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
-from bench.coverage.registry import ATTENTION, DROPOUT, family
+import torch
+
+from bench.coverage.registry import ATTENTION, DROPOUT, Built, family
 from bench.coverage.texts import POSITIONS, SIZES, WORDS, text_model
 
 _GPT2 = {
@@ -96,4 +99,25 @@ for _name, (_architecture, _attention, _options) in TABLE.items():
     _given = {"name": _NAMES.get(_architecture, ""), **_options}
     family(_name, kind="causal language models", requires=("transformers",), attention=_attention)(
         functools.partial(text_model, _architecture, _task, **_given)
+    )
+
+
+def _one_by_one(module: torch.nn.Module) -> None:
+    module.config._experts_implementation = "batched_mm"
+
+
+def grouped(architecture: str, **options: Any) -> Built:
+    """A mixture of experts as ``transformers`` runs it by default: rows sorted by expert, in one grouped product."""
+    built = text_model(
+        architecture, "CausalLM", "sdpa", **{**EXPERTS, "experts_implementation": "grouped_mm"}, **options
+    )
+    return dataclasses.replace(built, exact=_one_by_one)
+
+
+for _name, _architecture, _options in (
+    ("mixtral-grouped", "Mixtral", {"output_router_logits": True}),
+    ("qwen3-moe-grouped", "Qwen3Moe", {}),
+):
+    family(_name, kind="causal language models", requires=("transformers",))(
+        functools.partial(grouped, _architecture, **_options)
     )

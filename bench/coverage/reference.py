@@ -38,6 +38,8 @@ class Trained:
 def trained(case: Case, draws: Draws, threads: int, *, double: bool = False) -> Trained:
     """Train the model of a case with ``torch.optim.AdamW``; random numbers are those of ``draws``."""
     built = case.build()
+    if double and built.exact:
+        built.exact(built.module)
     with _threads(threads), _default_type(torch.float64 if double else torch.float32):
         module = built.module.double() if double else built.module
         batch = _double(built.batch) if double else built.batch

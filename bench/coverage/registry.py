@@ -41,6 +41,7 @@ class Built:
         loss: As ``ortgraph.capture`` takes it; None: the module returns its loss.
         dynamic: Symbolic dimensions by input; None: static.
         evaluation: Sub-modules that stay in evaluation mode, by name.
+        exact: Changes a module before it counts in float64, where PyTorch lacks an operator of it there.
     """
 
     module: torch.nn.Module
@@ -48,6 +49,7 @@ class Built:
     loss: Any = None
     dynamic: Mapping[str, Any] | None = None
     evaluation: tuple[str, ...] = ()
+    exact: Callable[[torch.nn.Module], None] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,20 +11,21 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 
 # Called like the function that it replaces. NotImplemented leaves a call to the original.
 Replacement = Callable[..., Any]
 
-FAMILIES = ("loss", "order", "distance", "embedding", "pooling", "sampling")
+FAMILIES = ("loss", "order", "distance", "embedding", "experts", "pooling", "sampling")
 
 _TABLE: dict[Any, Replacement] = {}
 _loaded = False
 
 
 def substitute(*functions: Any) -> Callable[[Replacement], Replacement]:
-    """Register a replacement for functions of ``torch``."""
+    """Register a replacement for functions of ``torch``, and for custom operators by name (``namespace.operator``)."""
 
     def decorate(replacement: Replacement) -> Replacement:
         for function in functions:
@@ -72,7 +73,7 @@ class Substituting(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        replacement = self._table.get(func)
+        replacement = self._table.get(str(func) if isinstance(func, torch._ops.OpOverloadPacket) else func)
         if replacement is not None:
             result = replacement(*args, **(kwargs or {}))
             if result is not NotImplemented:

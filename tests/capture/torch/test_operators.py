@@ -8,6 +8,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+
+def by_experts(w):
+    """Rows 0 and 1 belong to the first matrix, none to the second, the others to the third."""
+    rows, ends = w.reshape(-1, 4)[:6], torch.tensor([2, 2, 6], dtype=torch.int32)
+    if w.dtype == torch.float64:  # PyTorch has it in float32 only
+        return rows.unsqueeze(1).matmul(w[torch.tensor([0, 0, 2, 2, 2, 2])]).squeeze(1)
+    return F.grouped_mm(rows, w, offs=ends)
+
+
 M, I, T = (4, 6), (2, 4, 9, 8), (3, 4, 4)  # noqa: E741
 index = torch.tensor([[1, 3, 1], [0, 1, 2]])
 ids = torch.tensor([[1, 3, 1], [0, 6, 2]])
@@ -42,6 +51,8 @@ ORDER = {
     "var_mean": (M, lambda w: torch.cat([*torch.var_mean(w, 1), *torch.std_mean(w, 0)])),
     "sort": (M, lambda w: w.sort(0, descending=True).values * w.argsort(1)),
     "prod_zero": ((3, 4), lambda w: (w * (torch.arange(4) != 2)).prod(1)),
+    "counts": (M, lambda w: w[:, :4] * torch.histc(w.detach(), 4, -0.75, 1.0)),
+    "experts": ((3, 4, 8), by_experts),
     "logsumexp": (M, lambda w: torch.logsumexp(w, (0, 1)) + torch.logaddexp(w, w.flip(0))),
 }
 DISTANCE = {
