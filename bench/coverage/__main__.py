@@ -54,7 +54,9 @@ def main() -> int:
         chosen = [c for c in chosen if stored.get(c.name, {}).get("status") not in ("proven", "refused")]
     if options.rotate:
         known = [c for c in chosen if stored.get(c.name, {}).get("status") == "proven"]
-        chosen = list(rotating(known if stored else chosen, options.rotate, options.count))
+        chosen = list(rotating(known, options.rotate, options.count))
+        if not chosen:
+            raise InputError(f"--rotate finds no proven case in {options.json}", "give the committed rows as --json")
     if options.list:
         print("\n".join(c.name for c in chosen))
         return 0

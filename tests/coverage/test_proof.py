@@ -17,7 +17,7 @@ from bench.coverage.proof import prove
 from bench.coverage.registry import Built, Case, Family, cases
 from bench.coverage.replay import Draws, Replay
 from bench.coverage.table import markdown
-from ortgraph.errors import UnsupportedError
+from ortgraph.errors import InputError, UnsupportedError
 
 
 def _case(build, **options) -> Case:
@@ -146,3 +146,24 @@ def test_the_command_writes_rows_and_the_page(tmp_path, monkeypatch, capsys):
     assert "| mlp |" in text
     assert "stale" not in text
     assert text.endswith("rest\n")
+
+
+def test_the_rotating_part_proves_proven_cases_again_and_leaves_the_rows(tmp_path, monkeypatch):
+    command = importlib.import_module("bench.coverage.__main__")
+    rows, tried = tmp_path / "rows.json", []
+    stored = [{"case": "mlp", "status": "proven"}, {"case": "two-towers", "status": "failed"}]
+    rows.write_text(json.dumps({"rows": stored}))
+    before = rows.read_bytes()
+
+    def fails(case, pipelines, fresh):
+        tried.append(case.name)
+        return proof.Row(case.name, case.family.name, case.family.kind, "failed", "made up")
+
+    monkeypatch.setattr(command, "prove", fails)
+    monkeypatch.setattr(sys, "argv", ["x", "--json", str(rows), "--rotate", "a commit"])
+    assert command.main() == 1
+    assert tried == ["mlp"]
+    assert rows.read_bytes() == before
+    monkeypatch.setattr(sys, "argv", ["x", "--json", str(tmp_path / "none.json"), "--rotate", "a commit"])
+    with pytest.raises(InputError, match="no proven case"):
+        command.main()
