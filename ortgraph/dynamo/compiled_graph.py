@@ -68,15 +68,15 @@ class CompiledGraph:
         self._arguments = {n: i for i, n in enumerate(joint.primals) if n is not None}
         self._tangents = {n: i for i, n in enumerate(joint.tangents)}
         forward, backward = self.halves.forward, self.halves.backward
-        self._results = _results([o for o in joint.outputs], self, "result", forward)
+        self.results = _results([o for o in joint.outputs], self, "result", forward)
         self._gradients = _results(joint.gradients, self, "gradient", backward)
-        reads_f = self._reads(forward, self._results)
+        reads_f = self._reads(forward, self.results)
         reads_b = self._reads(backward, self._gradients)
         self._forward_args = sorted(i for kind, i in reads_f if kind == "argument")
         self.saved_args = sorted(i for kind, i in reads_b if kind == "argument")
         self.saved_results = sorted(i for kind, i in reads_b if kind == "result")
         self._backward_tangents = sorted(i for kind, i in reads_b if kind == "tangent")
-        own_f, own_b = _own(self._results), _own(self._gradients)
+        own_f, own_b = _own(self.results), _own(self._gradients)
         self._slots_f: list[Source] = [*(("argument", i) for i in self._forward_args), *(s for s, _ in own_f)]
         self._slots_b: list[Source] = [
             *(("argument", i) for i in self.saved_args),
@@ -102,10 +102,16 @@ class CompiledGraph:
         """Bytes of the tensor that stands for the saved values of one forward call."""
         return self._pool.nbytes
 
+    saved_types: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()  # all that is saved lies in the arena
+
     # --- running -------------------------------------------------------------------------------------------------
 
-    def forward(self, args: list[Any]) -> list[Any]:
+    def forward(self, args: list[Any], key: torch.Tensor | None = None) -> list[Any]:
         """Results, the arena of this call, and the arguments and results that ``backward`` reads.
+
+        Args:
+            args: Of the function.
+            key: What draws are made from, two int64; PyTorch's generator gives one when it is left out.
 
         Raises:
             BatchError: An index is out of range, or an operator refuses what it is given.
@@ -115,13 +121,12 @@ class CompiledGraph:
         arena = self._pool.take()
         base = arena.data_ptr()
         if self._joint.random is not None:
-            # why PyTorch's generator: torch.manual_seed and checkpoints of its state then reproduce the draws
-            arena[self._draw_at : self._draw_at + 16].view(torch.int64).copy_(_key())
+            arena[self._draw_at : self._draw_at + 16].view(torch.int64).copy_(random_key() if key is None else key)
         tensors = [_dense(args[i]) for i in self._forward_args]
         tensors += self._memory_f.take()
         self._forward.run(base, [t.data_ptr() for t in tensors])
         sources = dict(zip(self._slots_f, tensors, strict=True))
-        results = [self._finish(r, sources, arena) for r in self._results]
+        results = [self._finish(r, sources, arena) for r in self.results]
         for i, strides in self._joint.strides.items():  # why: what runs next was compiled for PyTorch's layout
             results[i] = torch.empty_strided(results[i].shape, strides, dtype=results[i].dtype).copy_(results[i])
         saved = [sources["result", i] for i in self.saved_results]
@@ -142,7 +147,7 @@ class CompiledGraph:
 
     def infer(self, args: list[Any]) -> list[Any]:
         """Results alone."""
-        return self.forward(args)[: len(self._results)]
+        return self.forward(args)[: len(self.results)]
 
     @staticmethod
     def _finish(result: Any, sources: dict[Source, torch.Tensor], arena: torch.Tensor) -> Any:
@@ -242,7 +247,8 @@ def _results(names: Sequence[Any], compiled: CompiledGraph, kind: str, half: Hal
     return made
 
 
-def _key() -> torch.Tensor:
+def random_key() -> torch.Tensor:
+    """A random key and step 0, from PyTorch's generator: ``torch.manual_seed`` and saved states of it reproduce the draws."""
     drawn = torch.empty(2, dtype=torch.int64).random_()
     drawn[1] = 0
     return drawn

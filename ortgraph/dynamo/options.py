@@ -20,6 +20,8 @@ class Options:
         after_capture: Functions of the ``TrainingGraph``, or ``onnx_ir`` passes, applied right after translation: one, or
             a list. A function may change the graph or return another.
         threads: Threads of one operator; None means PyTorch's number (``torch.get_num_threads()``).
+        joint: Run forward and backward at once where the caller can be expected to go backward from a scalar loss alone; False:
+            always two programs.
         fallback: Let PyTorch run a graph that cannot be compiled, with a warning; False raises instead.
         cache: Keep optimized graphs on disk, and take them from there.
     """
@@ -33,6 +35,7 @@ class Options:
     target: str | None = None
     after_capture: Callable[..., Any] | Sequence[Any] = ()
     threads: int | None = None
+    joint: bool = True
     fallback: bool = True
     cache: bool = True
 

@@ -15,9 +15,11 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ortgraph.dynamo.compiled_graph import CompiledGraph
-from ortgraph.dynamo.joint_graph import Argument, joint_graph
+from ortgraph.dynamo.joint_graph import Argument, JointGraph, joint_graph
+from ortgraph.dynamo.one_run import OneRun, whole
 from ortgraph.dynamo.optimized import optimized
 from ortgraph.dynamo.options import Options
+from ortgraph.dynamo.zero_tangents import without_tangents
 
 _COMPILED = "ortgraph_compiled"
 
@@ -38,9 +40,44 @@ class Compiler:
     ) -> tuple[GraphModule, GraphModule]:
         """AOTAutograd's ``partition_fn``."""
         with real_tensors():
-            joint = joint_graph(joint_module, self.arguments, num_fwd_outputs)
-            compiled = CompiledGraph(joint, optimized(joint, self.options), threads_of(self.options))
+            compiled = self._one_run(joint_module, num_fwd_outputs) or self._halves(joint_module, num_fwd_outputs)
         return _stand_ins(joint_module, num_fwd_outputs, compiled)
+
+    def _halves(self, module: GraphModule, num_outputs: int) -> CompiledGraph:
+        return self._compiled(joint_graph(module, self.arguments, num_outputs))
+
+    def _compiled(self, joint: JointGraph, one: bool = False) -> CompiledGraph:
+        graph = optimized(joint, self.options)
+        return CompiledGraph(whole(joint) if one else joint, graph, threads_of(self.options))
+
+    def _one_run(self, module: GraphModule, num_outputs: int) -> OneRun | None:
+        """Forward and backward at once; None where the loss is not in the graph or the graph could not be left again."""
+        if not self.options.joint or self._in_half_precision(module):
+            return None
+        joint = joint_graph(module, self.arguments, num_outputs)
+        seed = joint.graph.signature.loss_gradient
+        if seed is None:
+            return None
+        at, alone = joint.tangents.index(seed), joint
+        others = [i for i in range(len(joint.tangents)) if i != at]
+        if others and (_writes_arguments(module) or _scalars(joint) > 1):
+            return None  # why: the forward half cannot run again on what it has written; which one is the loss?
+        if others:
+            copied = without_tangents(module, len(joint.gradients), others)
+            alone = joint_graph(copied, self.arguments, num_outputs)
+
+        def halves() -> CompiledGraph:
+            with real_tensors():
+                return self._halves(module, num_outputs)
+
+        return OneRun(self._compiled(alone, one=True), halves, joint, at)
+
+    def _in_half_precision(self, module: GraphModule) -> bool:
+        """Whether gradients are float16 somewhere: those of a loss without its scale may vanish."""
+        if "fp16" in f"{self.options.precision} {self.options.precision_overrides}":
+            return True
+        values = (n.meta.get("val") for n in module.graph.nodes)
+        return any(isinstance(v, torch.Tensor) and v.dtype == torch.float16 for v in values)
 
     def forward(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """AOTAutograd's ``fw_compiler``."""
@@ -89,7 +126,21 @@ def _none(value: Any) -> bool:
     return value is None
 
 
-def _stand_ins(joint: GraphModule, num_outputs: int, compiled: CompiledGraph) -> tuple[GraphModule, GraphModule]:
+def _writes_arguments(joint: GraphModule) -> bool:
+    """Whether a result replaces an argument."""
+    roles = torch.utils._pytree.tree_leaves(joint.graph.output_node().meta.get("desc"), is_leaf=_none)
+    return any(type(r).__name__ in ("InputMutationAOTOutput", "MetadataMutationAOTOutput") for r in roles)
+
+
+def _scalars(joint: JointGraph) -> int:
+    """Number of tangents that are scalars."""
+    shapes = {v.name: v.shape for v in joint.graph.graph.inputs}
+    return sum(shapes[t] is not None and len(shapes[t]) == 0 for t in joint.tangents)  # type: ignore[arg-type]
+
+
+def _stand_ins(
+    joint: GraphModule, num_outputs: int, compiled: CompiledGraph | OneRun
+) -> tuple[GraphModule, GraphModule]:
     leaves = torch.utils._pytree.tree_leaves(joint.graph.output_node().args[0], is_leaf=_none)
     results, gradients = leaves[:num_outputs], leaves[num_outputs:]
     placeholders = joint.graph.find_nodes(op="placeholder")
@@ -104,6 +155,9 @@ def _stand_ins(joint: GraphModule, num_outputs: int, compiled: CompiledGraph) ->
     saved = [_stand_in(forward, token, "arena")]
     saved += [inputs[i] for i in compiled.saved_args]
     saved += [made[i] for i in compiled.saved_results]
+    with real_tensors():
+        types = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in compiled.saved_types]
+    saved += [_stand_in(forward, t, f"saved_{i}") for i, t in enumerate(types)]
     forward.output((*made, *saved))
 
     backward = Graph()
