@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
+# Read when PyTorch is loaded. Two test processes share the processors: threads that wait must not take the others' time.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import numpy as np
 import onnx_ir as ir
 import pytest
