@@ -20,14 +20,15 @@ import onnx_ir as ir
 
 from ortgraph.errors import PlanError, RuntimeSetupError
 from ortgraph.graph.edit import static_shape
+from ortgraph.ops import kernels
 from ortgraph.ops.generated.bodies import adopt, bind, body_of
-from ortgraph.ops.generated.compiled import build
+from ortgraph.ops.generated.compiled import build, kernel_folder
 from ortgraph.ops.generated.expressions import ROW, Region
 from ortgraph.ops.generated.layout import completed, input_count, layout, sizes
 from ortgraph.ops.generated.operators import read_region
 from ortgraph.ops.generated.schedule import inplace_pairs, schedule
 from ortgraph.ops.generated.source import Writer
-from ortgraph.ops.kernels.library import find_compiler
+from ortgraph.ops.kernels.library import find_compiler, scratch
 from ortgraph.ops.shapes import Types, element_count
 from ortgraph.ops.spec import GENERATED as DOMAIN
 from ortgraph.ops.spec import OpSpec
@@ -39,7 +40,7 @@ _INLINE_ROW = 4096  # generated.h: rows up to here keep their intermediate value
 
 
 def available() -> bool:
-    """Whether kernels can be generated here: there is a compiler. Never raises."""
+    """Whether kernels can be generated here: there is a compiler, and room for what it makes. Never raises."""
     return reason() == ""
 
 
@@ -47,9 +48,12 @@ def reason() -> str:
     """Why kernels cannot be generated here; empty when they can."""
     try:
         find_compiler()
+        with scratch(kernel_folder()):
+            return kernels.reason()  # what cannot be loaded from the same cache
     except RuntimeSetupError as error:
         return str(error)
-    return ""
+    except OSError as error:
+        return f"{kernel_folder()} cannot be written ({error}); set ORTGRAPH_CACHE_DIR to a writable folder"
 
 
 def reason_of(function: ir.Function) -> str | None:

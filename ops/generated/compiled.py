@@ -39,6 +39,11 @@ extern "C" __attribute__((visibility("default"))) ortgraph::Status* RegisterCust
 """
 
 
+def kernel_folder() -> pathlib.Path:
+    """Where generated kernels are kept."""
+    return library.cache_folder().parent / "generated"
+
+
 def kernel_source(name: str) -> str:
     """C++ of a generated operator whose body is known."""
     body = body_of(name)
@@ -61,10 +66,10 @@ def build(names: tuple[str, ...]) -> pathlib.Path:
         calls="\n".join(f"    add_{n}(made);" for n in names),
     )
     units["glue"] = (_KERNELS / "glue.cpp").read_text(encoding="utf-8")
-    root = library.cache_folder().parent / "generated" / _environment_key(compiler)
+    root = kernel_folder() / _environment_key(compiler)
     key = hashlib.sha256("\0".join(units.values()).encode()).hexdigest()[:24]
     target = root / key / _LIBRARY
-    if target.is_file():
+    if library.intact(target):
         return target
     objects = _objects(compiler, root / "objects", units)
     with library.written(target) as fresh:
@@ -86,7 +91,7 @@ def _objects(compiler: str, folder: pathlib.Path, units: dict[str, str]) -> list
     paths = {
         name: folder / f"{name}_{hashlib.sha256(text.encode()).hexdigest()[:16]}.o" for name, text in units.items()
     }
-    missing = [name for name, path in paths.items() if not path.is_file()]
+    missing = [name for name, path in paths.items() if not library.intact(path)]
     logger.info("compiling %d of %d generated kernels with %s", len(missing), len(units), compiler)
     options = (*(_precompiled(compiler, folder.parent) if missing else ()), *_flags())
     with contextlib.ExitStack() as stack:
@@ -103,7 +108,7 @@ def _precompiled(compiler: str, folder: pathlib.Path) -> tuple[str, ...]:
     if "Free Software Foundation" not in library.version(compiler):
         return ()  # other compilers do not look for the file beside the header
     target = folder / f"{_HEADER.name}.gch"
-    if not target.is_file():
+    if not library.intact(target):
         with library.written(target) as fresh:
             library.call(compiler, *_flags(), "-x", "c++-header", str(_HEADER), "-o", str(fresh))
     return (f"-I{folder}",)

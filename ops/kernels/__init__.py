@@ -10,6 +10,7 @@ over pieces are added in order.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import pathlib
 from collections.abc import Sequence
@@ -145,9 +146,13 @@ def _form_differs(entry: KernelEntry, node: ir.Node) -> str | None:
 @functools.cache
 def _built() -> tuple[pathlib.Path | None, str]:
     try:
-        return library.build(), ""
+        path = library.build()
+        ctypes.CDLL(str(path))
     except RuntimeSetupError as error:
         return None, str(error)
+    except OSError as error:  # a cache on a disk from which nothing may be run
+        return None, f"the compiled kernels do not load ({error}); set ORTGRAPH_CACHE_DIR to a folder of another disk"
+    return path, ""
 
 
 __all__ = [

@@ -2,7 +2,9 @@
 
 The folder's name is a hash of everything that the binary depends on (sources, compiler, flags, processor), so that a
 stale binary is never loaded and machines that share a home folder do not share binaries. The library is written
-under a temporary name and renamed: processes that build at the same time both end with a whole file.
+under a temporary name and renamed: processes that build at the same time both end with a whole file. Its last bytes are
+a checksum of the others (loaders and linkers read no further than the headers say): what a crash of the machine or a bad
+disk leaves is compiled again, where loading it would end the process or compute something else.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ _FLAGS = (
 _LIBRARY = "libortgraph_kernels.so"
 _TIMEOUT = 300  # seconds
 _CPU_FIELDS = ("model name", "flags", "Features", "CPU part")
+_SEAL = b"ortgraph whole"  # followed by the checksum
 
 
 def cache_folder() -> pathlib.Path:
@@ -83,7 +86,7 @@ def build_library(name: str, files: Sequence[pathlib.Path]) -> pathlib.Path:
     compiler = find_compiler()
     options, link = flags(), ("-shared", *link_flags())
     library = cache_folder() / content_key(compiler, (*options, *link), files) / name
-    if library.is_file():
+    if intact(library):
         return library
     logger.info("compiling %s with %s %s", name, compiler, " ".join(options))
     with written(library) as fresh:
@@ -93,24 +96,53 @@ def build_library(name: str, files: Sequence[pathlib.Path]) -> pathlib.Path:
     return library
 
 
+def intact(path: pathlib.Path) -> bool:
+    """Whether ``written`` wrote a file, and its bytes are still the same; one that is damaged is told in the log."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    body = content[: -len(_SEAL) - hashlib.sha256().digest_size]
+    if content == body + _SEAL + hashlib.sha256(body).digest():
+        return True
+    logger.warning("%s is damaged, or of another release, and is compiled again", path)
+    return False
+
+
+def _seal(path: pathlib.Path) -> None:
+    checksum = hashlib.sha256(path.read_bytes()).digest()
+    with path.open("ab") as file:
+        file.write(_SEAL + checksum)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 @contextlib.contextmanager
 def written(target: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A path to write to, in an empty folder of its own; renamed to ``target`` at the end.
+    """A path to write to, in an empty folder of its own; gets its checksum and is renamed to ``target`` at the end.
 
     Raises:
         RuntimeSetupError: The folder of ``target`` cannot be written.
     """
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-            fresh = pathlib.Path(scratch, target.name)
+        with scratch(target.parent) as folder:
+            fresh = folder / target.name
             yield fresh
+            _seal(fresh)
             os.replace(fresh, target)
     except OSError as error:
         raise RuntimeSetupError(
             f"{target.name} cannot be written to {target.parent}: {error}",
             "set ORTGRAPH_CACHE_DIR to a writable folder",
         ) from error
+
+
+@contextlib.contextmanager
+def scratch(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+    """An empty folder inside a folder of the cache, removed at the end. Raises OSError where that cannot be written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as made:
+        yield pathlib.Path(made)
 
 
 def compile_units(compiler: str, options: Sequence[str], units: Mapping[pathlib.Path, pathlib.Path]) -> None:
@@ -136,6 +168,10 @@ def call(compiler: str, *arguments: str) -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
     except subprocess.TimeoutExpired as error:
         raise RuntimeSetupError(f"{compiler} took longer than {_TIMEOUT} s", "set CXX to another compiler") from error
+    if done.returncode < 0:
+        raise RuntimeSetupError(
+            f"{compiler} was ended by signal {-done.returncode}", "try again, with more memory if it was ended for that"
+        )
     if done.returncode != 0:
         raise RuntimeSetupError(
             f"{compiler} failed on the sources:\n{done.stderr[-2000:]}", "set CXX to g++ 9 or newer"

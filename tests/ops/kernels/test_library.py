@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pathlib
 import subprocess
@@ -13,7 +14,7 @@ import onnx_ir as ir
 import pytest
 
 from ortgraph.errors import RuntimeSetupError
-from ortgraph.ops import kernels
+from ortgraph.ops import generated, kernels
 from ortgraph.ops.kernels import library
 
 BUILD = "from ortgraph.ops import kernels; print(kernels.available(), kernels.library_path())"
@@ -52,6 +53,40 @@ def test_an_unwritable_cache_is_a_reason(fresh, monkeypatch):
     blocked.write_text("")
     monkeypatch.setenv("ORTGRAPH_CACHE_DIR", str(blocked))
     assert not kernels.available() and "ORTGRAPH_CACHE_DIR" in kernels.reason()
+    assert "ORTGRAPH_CACHE_DIR" in generated.reason()  # no kernel could be written when a session wants it
+
+
+def test_a_compiler_that_is_killed_is_told_from_one_that_fails(fresh, monkeypatch):
+    compiler = fresh / "short-lived"
+    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && echo 1.0 && exit 0\necho half > "$5"\nkill -9 $$\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    assert not kernels.available() and "signal 9" in kernels.reason()
+    assert not list(fresh.rglob("*.so*")) and not list(fresh.rglob("*.o"))
+
+
+@pytest.mark.parametrize("damage", ["emptied", "cut", "one bit"])
+def test_what_a_crash_or_a_bad_disk_leaves_is_compiled_again(fresh, tmp_path, damage):
+    source = tmp_path / "answer.cpp"
+    source.write_text('extern "C" __attribute__((visibility("default"))) int answer() { return 42; }')
+    try:
+        made = library.build_library("libanswer.so", [source])
+    except RuntimeSetupError as error:
+        pytest.skip(str(error))
+    whole = made.read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1
+    made.write_bytes({"emptied": b"", "cut": whole[: len(whole) // 2], "one bit": bytes(flipped)}[damage])
+    assert library.build_library("libanswer.so", [source]) == made
+    assert library.intact(made) and made.stat().st_size == len(whole)
+    assert ctypes.CDLL(str(made)).answer() == 42
+
+
+def test_a_library_that_does_not_load_is_a_reason(fresh, monkeypatch):
+    path = fresh / "text.so"
+    path.write_text("no library")
+    monkeypatch.setattr(library, "build", lambda: path)
+    assert not kernels.available() and "another disk" in kernels.reason()
 
 
 def test_the_key_follows_sources_flags_and_processor(monkeypatch):
