@@ -40,7 +40,7 @@ def trained(case: Case, draws: Draws, threads: int, *, double: bool = False) -> 
     built = case.build()
     if double and built.exact:
         built.exact(built.module)
-    with _threads(threads), _default_type(torch.float64 if double else torch.float32):
+    with _settings(threads, torch.float64 if double else torch.float32):
         module = built.module.double() if double else built.module
         batch = _double(built.batch) if double else built.batch
         optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=LEARNING_RATE)
@@ -89,20 +89,12 @@ def _double(batch: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _default_type(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
+def _settings(threads: int, dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_num_threads(), torch.get_default_dtype()
+    torch.set_num_threads(threads)
     torch.set_default_dtype(dtype)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
-
-
-@contextlib.contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(before[0])
+        torch.set_default_dtype(before[1])

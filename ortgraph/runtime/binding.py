@@ -41,10 +41,7 @@ def bind_input_at(
     device: Device = HOST,
 ) -> None:
     """Let a session read an input at an address of a device."""
-    if dtype == _BFLOAT16:
-        _bind_bfloat16(binding, "input", name, shape, address, device)
-        return
-    binding.bind_input(name, device.name, device.index, dtype, list(shape), address)
+    _bind(binding, "input", name, dtype, shape, address, device)
 
 
 def bind_output(
@@ -56,10 +53,23 @@ def bind_output(
     device: Device = HOST,
 ) -> None:
     """Let a session write an output at an address of a device."""
+    _bind(binding, "output", name, dtype, shape, address, device)
+
+
+def _bind(
+    binding: onnxruntime.IOBinding,
+    kind: str,
+    name: str,
+    dtype: np.dtype,
+    shape: Sequence[int],
+    address: int,
+    at: Device,
+) -> None:
     if dtype == _BFLOAT16:
-        _bind_bfloat16(binding, "output", name, shape, address, device)
+        _bind_bfloat16(binding, kind, name, shape, address, at)
         return
-    binding.bind_output(name, device.name, device.index, dtype, list(shape), address)
+    bind = binding.bind_input if kind == "input" else binding.bind_output
+    bind(name, at.name, at.index, dtype, list(shape), address)
 
 
 def copy_of(value: onnxruntime.OrtValue) -> np.ndarray:
