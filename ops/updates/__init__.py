@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ortgraph.errors import RuntimeSetupError
 from ortgraph.ops.kernels import library
@@ -33,6 +34,11 @@ def load() -> ctypes.CDLL:
         i64, sizes, pointers, pointers, i32, pointers, pointers, pointers, i32, ctypes.POINTER(f64), f64, f64,
         ctypes.c_float, i32, i32, i32,
     ]  # fmt: skip
+    doubles = ctypes.POINTER(f64)
+    made.ortgraph_lamb_moments.argtypes = [
+        i64, sizes, pointers, pointers, i32, pointers, pointers, doubles, f64, i32, doubles, i32,
+    ]  # fmt: skip
+    made.ortgraph_lamb_weights.argtypes = [i64, sizes, pointers, pointers, pointers, doubles, f64, i32, doubles, i32]
     made.ortgraph_squares.argtypes = [i64, sizes, pointers, i32, i32, ctypes.POINTER(f64)]
     return made
 
@@ -81,6 +87,42 @@ def adam(
         int(not decoupled), int(bias_correction), threads,
     )  # fmt: skip
     _check(failed)
+
+
+def lamb(
+    sizes: Sequence[int],
+    weights: Sequence[int],
+    gradients: Sequence[int],
+    moments: Sequence[int],
+    squares: Sequence[int],
+    *,
+    gradient_type: int = FLOAT32,
+    step: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    bias_correction: bool,
+    rate: Callable[[float, float], float],
+    threads: int = 1,
+) -> None:
+    """One LAMB step of many tensors, in place.
+
+    Args:
+        sizes, weights, gradients, moments, squares, gradient_type: As of ``adam``.
+        step, betas, eps, weight_decay, bias_correction: As of LAMB; ``step`` counts from 1.
+        rate: Learning rate times trust ratio of a tensor, from the norms of its weights and of its direction.
+        threads: Threads at most.
+    """
+    count, values = len(sizes), (ctypes.c_double * 4)(*betas, eps, weight_decay)
+    n, w, m, v = _sizes(sizes), _pointers(weights), _pointers(moments), _pointers(squares)
+    totals = (ctypes.c_double * (2 * count))()
+    common = (values, step, int(bias_correction))
+    _check(
+        load().ortgraph_lamb_moments(count, n, w, _pointers(gradients), gradient_type, m, v, *common, totals, threads)
+    )
+    norms = [math.sqrt(total) if total >= 0 else math.nan for total in totals]
+    rates = (ctypes.c_double * count)(*(rate(norms[2 * t], norms[2 * t + 1]) for t in range(count)))
+    _check(load().ortgraph_lamb_weights(count, n, w, m, v, *common, rates, threads))
 
 
 def squared_norm(sizes: Sequence[int], tensors: Sequence[int], element_type: int, threads: int = 1) -> float:

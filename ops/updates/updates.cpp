@@ -67,6 +67,11 @@ struct Slices {
   std::vector<Slice> list;
 };
 
+LambStep lamb_step(const double* settings, double step, int correct_bias) {
+  const AdamSettings of{settings[0], settings[1], settings[2], 0.0, correct_bias != 0};
+  return {adam_step(of, 1.0, step, 1.0f), static_cast<float>(settings[3]), 1.0f};
+}
+
 }  // namespace
 }  // namespace ortgraph
 
@@ -96,6 +101,61 @@ ORTGRAPH_PUBLIC int ortgraph_adam(std::int64_t tensors, const std::int64_t* size
         if (low_type == kBfloat16) narrow_block(wt, static_cast<Bf16*>(low[t]) + from, count);
         if (low_type == kHalf) narrow_block(wt, static_cast<Half*>(low[t]) + from, count);
       }
+    });
+  } catch (const std::exception&) {
+    return 1;
+  }
+  return 0;
+}
+
+// First half of a LAMB step: new moments m and v, and for each tensor the squares of weight and direction in totals[2 t] and
+// totals[2 t + 1]. settings: beta1, beta2, epsilon, weight decay. 0 on success.
+ORTGRAPH_PUBLIC int ortgraph_lamb_moments(std::int64_t tensors, const std::int64_t* sizes, const float* const* w,
+                                          const void* const* g, int g_type, float* const* m, float* const* v,
+                                          const double* settings, double step, int correct_bias, double* totals,
+                                          int threads) {
+  using namespace ortgraph;
+  const LambStep numbers = lamb_step(settings, step, correct_bias);
+  try {
+    const Slices slices(tensors, sizes);
+    std::vector<Squares> sums(slices.list.size());
+    parallel(static_cast<std::int64_t>(slices.list.size()), threads, [&](std::int64_t i) {
+      const auto [t, at, n] = slices.list[static_cast<std::size_t>(i)];
+      const std::int64_t size = g_type == kFloat ? n : kBlock;
+      float block[kBlock];
+      Squares total;
+      for (std::int64_t from = at; from < at + n; from += size) {
+        const std::int64_t count = std::min(size, at + n - from);
+        const float* grad = floats(g[t], g_type, from, count, block);
+        float *mt = m[t] + from, *vt = v[t] + from;
+        const Squares part = lamb_moments(numbers, count, w[t] + from, grad, mt, vt, mt, vt);
+        total.weight += part.weight;
+        total.direction += part.direction;
+      }
+      sums[static_cast<std::size_t>(i)] = total;
+    });
+    std::fill(totals, totals + 2 * tensors, 0.0);
+    for (std::size_t i = 0; i < sums.size(); ++i) {
+      totals[2 * slices.list[i].tensor] += sums[i].weight;
+      totals[2 * slices.list[i].tensor + 1] += sums[i].direction;
+    }
+  } catch (const std::exception&) {
+    return 1;
+  }
+  return 0;
+}
+
+// Second half: each tensor's weights go by its own rate along the direction of its new moments. 0 on success.
+ORTGRAPH_PUBLIC int ortgraph_lamb_weights(std::int64_t tensors, const std::int64_t* sizes, float* const* w,
+                                          const float* const* m, const float* const* v, const double* settings,
+                                          double step, int correct_bias, const double* rates, int threads) {
+  using namespace ortgraph;
+  const LambStep numbers = lamb_step(settings, step, correct_bias);
+  try {
+    const Slices slices(tensors, sizes);
+    parallel(static_cast<std::int64_t>(slices.list.size()), threads, [&](std::int64_t i) {
+      const auto [t, at, n] = slices.list[static_cast<std::size_t>(i)];
+      lamb_weights(numbers, static_cast<float>(rates[t]), n, w[t] + at, m[t] + at, v[t] + at, w[t] + at);
     });
   } catch (const std::exception&) {
     return 1;

@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ortgraph.errors import InputError, RuntimeSetupError
+from ortgraph.errors import InputError
 from ortgraph.ops import updates
+from ortgraph.optim.script_optimizer import TYPES, Flat, by_kernel, evaluate, refuse_sparse
 
 logger = logging.getLogger(__name__)
-_TYPES = {torch.float32: updates.FLOAT32, torch.float16: updates.FLOAT16, torch.bfloat16: updates.BFLOAT16}
 _LOW = (torch.float16, torch.bfloat16)
 _MASTER = "master"
 _FLOAT_STATES = ("exp_avg", "exp_avg_sq", _MASTER)
 _ABSENT = ("amsgrad", "maximize")  # options of PyTorch's optimizers that would be another update
-
-
-@functools.cache
-def compiled() -> bool:
-    """Whether the compiled update can be used; where it cannot, a warning says why, once."""
-    try:
-        updates.load()
-    except (RuntimeSetupError, OSError) as error:
-        warnings.warn(f"FusedAdam runs on PyTorch operators: {error}", RuntimeWarning, stacklevel=3)
-        return False
-    return True
-
-
-def by_kernel(tensor: torch.Tensor) -> bool:
-    """Whether the compiled functions can work on the tensor's memory (on a copy, where it is not contiguous)."""
-    return tensor.device.type == "cpu" and tensor.dtype in _TYPES and compiled()
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -121,14 +103,8 @@ class FusedAdam(torch.optim.Optimizer):
             closure: Evaluates the loss again, as in PyTorch.
             grad_scale: Multiplied into every gradient (the inverse of a loss scale, a clip factor).
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None and (p.grad.is_sparse or p.is_complex()):
-                    raise InputError("FusedAdam takes dense, real gradients", "use torch.optim.SparseAdam or AdamW")
+        loss = evaluate(closure)
+        refuse_sparse(self)
         for group in self.param_groups:
             buckets: dict[tuple[Any, ...], list[torch.Tensor]] = {}
             for p in group["params"]:
@@ -169,19 +145,19 @@ class FusedAdam(torch.optim.Optimizer):
     def _update_by_kernel(
         self, parameters: Sequence[torch.Tensor], group: Mapping[str, Any], step: float, grad_scale: float
     ) -> None:
-        weights = [_Flat(self.master(p)) for p in parameters]
-        first, second = ([_Flat(self.state[p][name]) for p in parameters] for name in _FLOAT_STATES[:2])
+        weights = [Flat(self.master(p)) for p in parameters]
+        first, second = ([Flat(self.state[p][name]) for p in parameters] for name in _FLOAT_STATES[:2])
         gradients = [p.grad.contiguous() for p in parameters]  # type: ignore[union-attr]
-        low = [_Flat(p) for p in parameters] if parameters[0].dtype in _LOW else None
+        low = [Flat(p) for p in parameters] if parameters[0].dtype in _LOW else None
         updates.adam(
             [g.numel() for g in gradients],
             [w.address for w in weights],
             [g.data_ptr() for g in gradients],
             [m.address for m in first],
             [v.address for v in second],
-            gradient_type=_TYPES[gradients[0].dtype],
+            gradient_type=TYPES[gradients[0].dtype],
             low=None if low is None else [x.address for x in low],
-            low_type=_TYPES[parameters[0].dtype] if low is not None else updates.BFLOAT16,
+            low_type=TYPES[parameters[0].dtype] if low is not None else updates.BFLOAT16,
             lr=float(group["lr"]), step=step, betas=tuple(map(float, group["betas"])),  # type: ignore[arg-type]
             eps=float(group["eps"]), weight_decay=float(group["weight_decay"]), grad_scale=grad_scale,
             decoupled=bool(group["adam_w_mode"]), bias_correction=bool(group["bias_correction"]),
@@ -218,19 +194,6 @@ def _refuse_absent(groups: Iterable[Mapping[str, Any]]) -> None:
         raise InputError(f"FusedAdam: a group has {found}", f"FusedAdam has no {found}: use torch.optim.AdamW")
 
 
-class _Flat:
-    """A tensor's memory in logical order: its own where it is contiguous, else a copy that is put back."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor.detach()
-        self._flat = self._tensor.contiguous()
-        self.address = self._flat.data_ptr()
-
-    def put_back(self) -> None:
-        if self._flat is not self._tensor and self._flat.data_ptr() != self._tensor.data_ptr():
-            self._tensor.copy_(self._flat)
-
-
 def global_norm(tensors: Sequence[torch.Tensor]) -> float:
     """The norm of all elements of all tensors; infinite or NaN when an element is. The sum is made in double."""
     total = 0.0
@@ -242,5 +205,5 @@ def global_norm(tensors: Sequence[torch.Tensor]) -> float:
             total += float(tensor.detach().double().square().sum())
     for dtype, group in by_type.items():
         sizes, addresses = [t.numel() for t in group], [t.data_ptr() for t in group]
-        total += updates.squared_norm(sizes, addresses, _TYPES[dtype], torch.get_num_threads())
+        total += updates.squared_norm(sizes, addresses, TYPES[dtype], torch.get_num_threads())
     return math.sqrt(total) if total >= 0 else math.nan

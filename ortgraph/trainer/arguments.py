@@ -19,7 +19,7 @@ _LEVELS = {"VERBOSE": "DEBUG", "INFO": "INFO", "WARNING": "WARNING", "ERROR": "E
 
 
 class ORTOptimizerNames(str, Enum):
-    """Values of ``optim`` beyond those of transformers: ``FusedAdam`` (a compiled kernel), ``FusedLAMB`` and PyTorch's SGD."""
+    """Values of ``optim`` beyond those of transformers: ``FusedAdam`` and ``FusedLAMB`` (compiled), and PyTorch's SGD."""
 
     ADAMW_ORT_FUSED = "adamw_ort_fused"
     LAMB_ORT = "lamb_ort"
