@@ -83,3 +83,7 @@ class BatchError(OrtgraphError):
 
 class NonFiniteLossError(OrtgraphError):
     """The loss became NaN or infinite."""
+
+
+class DistributedError(OrtgraphError):
+    """Another process of a distributed training failed or is gone, or processes disagree."""

@@ -105,6 +105,7 @@ def _preset(
     target: str,
     shapes: Mapping[str, int],
     accumulation_steps: int,
+    distributed: bool = False,
     memory_budget: str | None = None,
     precision: str = "",
     regions: str = "",
@@ -118,7 +119,7 @@ def _preset(
     )
     if precision:  # why last: passes that ask for fused kernels may leave low values to operators that have no kernel
         after = f"{after},legalize-precision"
-    attach = (AttachOptimizer.of(optimizer, accumulation_steps),) if optimizer is not None else ()
+    attach = (AttachOptimizer.of(optimizer, accumulation_steps, distributed),) if optimizer is not None else ()
     plan = "plan-memory"
     if memory_budget is not None:  # why here: later passes would merge what is evaluated twice
         plan = f"select-recompute{{budget={memory_budget}}},plan-memory{{keep_order=true}}"

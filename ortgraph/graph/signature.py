@@ -27,6 +27,9 @@ class Parameter:
         update: Graph output holding the new value, once an optimizer is attached.
         tied: Further module names of the same tensor. It has one gradient and one optimizer state.
         group: Index of the optimizer's parameter group.
+        reduced: Graph input that the update reads in place of the gradient, where the optimizer is attached for several
+            processes: between program ``backward`` and program ``update`` they sum it.
+        contribution: Graph output of ``backward`` that replaces it: this process's gradient, or its running sum.
     """
 
     name: str
@@ -35,6 +38,8 @@ class Parameter:
     update: str | None = None
     tied: tuple[str, ...] = ()
     group: int = 0
+    reduced: str | None = None
+    contribution: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,12 +127,19 @@ class Signature:
         """Gradient output by parameter name."""
         return {p.name: p.gradient for p in self.parameters if p.gradient is not None}
 
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients are summed over processes between backward and update."""
+        return any(p.reduced is not None for p in self.parameters)
+
     def graph_inputs(self) -> Iterator[tuple[str, str]]:
         """(role, name) of every graph input."""
         for name in self.inputs:
             yield "input", name
         for p in self.parameters:
             yield ("parameter" if p.trainable else "frozen"), p.name
+            if p.reduced is not None:
+                yield "reduced", p.reduced
         for b in self.buffers:
             yield "buffer", b.name
         for s in self.states:
@@ -149,6 +161,8 @@ class Signature:
                 yield "gradient", p.gradient
             if p.update is not None:
                 yield "update", p.update
+            if p.contribution is not None:
+                yield "contribution", p.contribution
         for name in self.input_gradients.values():
             yield "input_gradient", name
         for b in self.buffers:
@@ -163,6 +177,8 @@ class Signature:
         for p in self.parameters:
             if p.update is not None:
                 yield p.name, p.update
+            if p.reduced is not None and p.contribution is not None:
+                yield p.reduced, p.contribution
         for b in self.buffers:
             if b.update is not None:
                 yield b.name, b.update

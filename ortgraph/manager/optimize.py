@@ -63,6 +63,7 @@ def optimize(
     shapes: Mapping[str, int] | None = None,
     accumulation_steps: int = 1,
     loss_scale: Any = None,
+    distributed: bool = False,
     passes_after: Mapping[str, Sequence[ir.passes.PassBase] | str] | None = None,
     verify: str = "signature",
     instruments: Sequence[Instrument] = (),
@@ -87,6 +88,8 @@ def optimize(
         accumulation_steps: Micro-batches per update.
         loss_scale: ``"dynamic"``, a number, or a ``LossScale``, in place of the optimizer's. None: the optimizer's, and
             dynamic for ``fp16`` where it has none.
+        distributed: For a ``DistributedSession``: processes sum gradients between backward and update
+            (docs/distributed.md).
         passes_after: Extra passes per stage, as passes or as a text pipeline.
         verify: Level checked after every pass; ``off`` switches it off.
         instruments: Observers.
@@ -111,6 +114,7 @@ def optimize(
             target=target,
             shapes=dict(shapes or {}),
             accumulation_steps=accumulation_steps,
+            distributed=distributed,
             memory_budget=memory_budget,
             precision=cast,
         )

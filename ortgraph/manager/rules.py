@@ -86,13 +86,13 @@ def plan_is_valid(graph: TrainingGraph) -> Found:
     from ortgraph.analysis.bind_shapes import is_dynamic
     from ortgraph.plan.memory.placement import METADATA_KEY, place_values
     from ortgraph.runtime.program import needed_nodes, stored_offsets
-    from ortgraph.runtime.selection import program_pairs
+    from ortgraph.runtime.selection import program_pairs, training_program
 
     if METADATA_KEY not in graph.model.metadata_props or graph.stage != "planned" or is_dynamic(graph):
         return
     signature = graph.signature
     stepped = any(p.update is not None for p in signature.parameters)
-    kind = "step" if stepped else "gradients"
+    kind = training_program(signature)
     values = {v.name: v for v in (*graph.graph.inputs, *graph.graph.outputs)}
     pairs = [(values[i], values[o]) for i, o in (program_pairs(signature, kind) if stepped else ())]
     results = [o for _, o in pairs] if stepped else [values[n] for n in signature.gradients.values()]

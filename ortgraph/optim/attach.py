@@ -20,7 +20,7 @@ LEARNING_RATE = "learning_rate"
 BEFORE = ("captured", "optimized", "cast")
 
 
-def attach(graph: TrainingGraph, optimizer: Optimizer, accumulation_steps: int = 1) -> int:
+def attach(graph: TrainingGraph, optimizer: Optimizer, accumulation_steps: int = 1, distributed: bool = False) -> int:
     """Add the update of every trainable parameter, its states and the learning-rate input, in place.
 
     The graph gets a scalar float32 input ``learning_rate``, an int64 state ``step`` (counts finished updates), the
@@ -34,6 +34,9 @@ def attach(graph: TrainingGraph, optimizer: Optimizer, accumulation_steps: int =
         graph: At stage captured, optimized or cast.
         optimizer: What to attach.
         accumulation_steps: Micro-batches per update.
+        distributed: Per parameter an input ``reduced/<name>``, from which everything behind the gradients is computed
+            (sums of micro-batches, clipping, the overflow test, updates), and which program ``backward`` replaces by its
+            own gradient, or by its sum with it where micro-batches add up. No accumulators then.
 
     A trainable parameter that the loss does not reach (a capture says which) is left as it is, as PyTorch's
     optimizers leave parameters whose ``grad`` is None.
@@ -55,7 +58,7 @@ def attach(graph: TrainingGraph, optimizer: Optimizer, accumulation_steps: int =
     reached = reached_parameters(signature)
     if not reached:
         raise PassError("the graph has no trainable parameter", "set requires_grad, or name parameters with trainable=")
-    _Attach(graph, optimizer, accumulation_steps).run(reached)
+    _Attach(graph, optimizer, accumulation_steps, distributed).run(reached)
     return len(reached)
 
 
@@ -68,9 +71,11 @@ def reached_parameters(signature: Signature) -> tuple[Parameter, ...]:
 class _Attach:
     """One attachment: a frame for what it adds, and the optimizer."""
 
-    def __init__(self, graph: TrainingGraph, optimizer: Optimizer, accumulation_steps: int) -> None:
+    def __init__(self, graph: TrainingGraph, optimizer: Optimizer, accumulation_steps: int, distributed: bool) -> None:
         self.graph, self.optimizer, self.accumulation_steps = graph, optimizer, accumulation_steps
+        self.distributed = distributed
         self.frame = Frame(graph, BY)
+        self.contributed: set[ir.Value] = set()
         self.rates: dict[float, ir.Value] = {}  # learning rate by its factor, one for each group
 
     def run(self, parameters: Sequence[Parameter]) -> None:
@@ -85,12 +90,18 @@ class _Attach:
         if policy is not None:
             scale, scaled = scale_backward(frame)
         gradients = {p.name: scaled_gradient(frame.outputs[p.gradient or ""], scaled) for p in parameters}
-        if self.accumulation_steps > 1:
+        roles: dict[str, dict[str, str]] = {}
+        if self.distributed:
+            roles = {p.name: self._reduced(p, gradients) for p in parameters}
+        elif self.accumulation_steps > 1:
             gradients = {p.name: self._accumulate(p, gradients[p.name]) for p in parameters}
         guard = make_guard(frame, list(gradients.values()), optimizer.max_grad_norm, policy, scale)
         counted = attempt if guard.skip is None else frame.op("Where", guard.skip, step, attempt, name="step")
         frame.keep("step", step, counted, "step", output="optimizer.step.next")
-        updated = {p.name: self._update(p, gradients[p.name], attempt, guard) for p in parameters}
+        updated = {
+            p.name: dataclasses.replace(self._update(p, gradients[p.name], attempt, guard), **roles.get(p.name, {}))
+            for p in parameters
+        }
         frame.mark()
         self.graph.signature = signature.replace(
             parameters=tuple(updated.get(p.name, p) for p in signature.parameters),
@@ -127,6 +138,20 @@ class _Attach:
         total = self.frame.op("Add", old, gradient, name="accumulate")
         self.frame.keep(name, old, total, "accumulator", parameter=parameter.name)
         return total
+
+    def _reduced(self, parameter: Parameter, gradients: dict[str, ir.Value]) -> dict[str, str]:
+        """Put an input in the gradient's place; the two roles that say so."""
+        frame, own, weight = self.frame, gradients[parameter.name], self.frame.inputs[parameter.name]
+        assert weight.dtype is not None and weight.shape is not None
+        reduced = frame.add_input(f"reduced/{parameter.name}", weight.dtype, tuple(weight.shape))
+        gradients[parameter.name] = reduced
+        if self.accumulation_steps > 1:
+            own = frame.op("Add", reduced, own, name="accumulate")
+        elif own.producer() is None or own in self.contributed or own.is_graph_output():
+            own = frame.op("Identity", own, name="contribution")
+        take_type(own, weight)
+        self.contributed.add(own)
+        return {"reduced": reduced.name or "", "contribution": frame.add_output(own, f"{reduced.name}/own").name or ""}
 
     def _rate(self, factor: float) -> ir.Value:
         if factor not in self.rates:

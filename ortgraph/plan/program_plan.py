@@ -74,6 +74,8 @@ class ProgramPlan:
 def programs_of(graph: TrainingGraph) -> tuple[str, ...]:
     """Programs that can be planned, the one that trains first."""
     signature = graph.signature
+    if signature.reduces:
+        return ("backward", "update", "gradients", "loss", "evaluate", "results")
     stepped = ("step",) if any(p.update is not None for p in signature.parameters) else ()
     accumulates = ("accumulate",) if any(s.kind == "accumulator" for s in signature.states) else ()
     inputs = ("input_gradients",) if signature.input_gradients else ()

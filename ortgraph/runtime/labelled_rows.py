@@ -33,7 +33,9 @@ _PARTS = 16
 # than three quarters labelled the whole graph serves: gathering and scattering cost, too. All of them and the whole
 # graph are no more programs than a session keeps.
 BUFFERS = (1, 2, 3, 4, 6, 8, 12)
-KINDS = frozenset({"step", "accumulate", "gradients", "input_gradients", "loss"})  # programs without model outputs
+KINDS = frozenset(
+    {"step", "accumulate", "backward", "gradients", "input_gradients", "loss"}
+)  # programs without model outputs
 _FLOAT = re.compile(r"(?<![\w.])\d+(?:\.\d+(?:e[-+]?\d+)?|e[-+]?\d+)(?![\w.])")
 _OTHER_FORMS = ("ortgraph.evaluation", "ortgraph.plan", "ortgraph.budget")
 
@@ -157,7 +159,9 @@ def _later(graph: TrainingGraph, target: str) -> Iterator[str]:
     passes = recorded_passes(graph)
     for p in passes[[p.name for p in passes].index(PASS) + 1 :]:
         if p.name == RECOMPUTE and "%" in p.budget:
-            limit = next((b for program in ("step", "gradients") if (b := stored_budget(graph, program))), None)
+            limit = next(
+                (b for program in ("step", "backward", "gradients") if (b := stored_budget(graph, program))), None
+            )
             yield str(p if limit is None else dataclasses.replace(p, budget=str(limit)))
         elif p.name == "lower":
             yield str(dataclasses.replace(p, target=target))

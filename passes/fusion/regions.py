@@ -11,11 +11,11 @@ from ortgraph.analysis.liveness import values_read
 from ortgraph.graph import TrainingGraph
 from ortgraph.ops.generated.bodies import drawn_by, is_view
 from ortgraph.ops.generated.forms import Form, form_of, operand_layout
-from ortgraph.runtime.selection import wanted_outputs
+from ortgraph.runtime.selection import committing_programs, wanted_outputs
 
 MAX_INPUTS, MAX_OUTPUTS, MAX_NODES = 24, 12, 96  # a kernel's pointers should stay in registers and its code readable
 _UNKNOWN = 64  # elements of a symbolic dimension
-_PROGRAMS = ("loss", "evaluate", "gradients", "input_gradients", "accumulate", "step")
+_PROGRAMS = ("loss", "evaluate", "gradients", "input_gradients")  # and those that replace values
 
 
 class Regions:
@@ -127,7 +127,7 @@ class Regions:
         if not self.graph.has_signature:
             return {node: frozenset() for node in self.nodes}
         outputs = {v.name: v for v in self.graph.graph.outputs}
-        for kind in _PROGRAMS:
+        for kind in (*_PROGRAMS, *committing_programs(self.graph.signature)):
             names, _ = wanted_outputs(self.graph.signature, kind)
             stack = [outputs[n].producer() for n in names if n in outputs]
             while stack:

@@ -26,6 +26,7 @@ class AttachOptimizer(GraphPass):
         optimizer: Text form of the optimizer, ``adamw(lr=0.001;weight_decay=0.01)``, ``lamb(...)`` or ``sgd(...)``; ``of``
             takes the object.
         accumulation_steps: Micro-batches per update; more than 1 adds accumulators.
+        distributed: Updates read inputs ``reduced/<name>``, which processes sum between backward and update.
     """
 
     name: ClassVar[str] = "attach-optimizer"
@@ -34,14 +35,15 @@ class AttachOptimizer(GraphPass):
 
     optimizer: str = "adamw"
     accumulation_steps: int = 1
+    distributed: bool = False
 
     @staticmethod
-    def of(optimizer: Optimizer | str, accumulation_steps: int = 1) -> AttachOptimizer:
+    def of(optimizer: Optimizer | str, accumulation_steps: int = 1, distributed: bool = False) -> AttachOptimizer:
         """The pass that attaches this optimizer."""
-        return AttachOptimizer(str(optimizer), accumulation_steps)
+        return AttachOptimizer(str(optimizer), accumulation_steps, distributed)
 
     def run(self, graph: TrainingGraph) -> Changes:
         changes = Changes()
         keep_evaluation_form(graph)  # why here: lowering follows, and afterwards dropout cannot be told apart
-        changes.counts["updates"] = attach(graph, parse(self.optimizer), self.accumulation_steps)
+        changes.counts["updates"] = attach(graph, parse(self.optimizer), self.accumulation_steps, self.distributed)
         return changes

@@ -13,7 +13,7 @@ from ortgraph.plan.memory.placement import METADATA_KEY, place_values
 from ortgraph.plan.schedule import order_updates
 from ortgraph.plan.stored_budget import CAUSE, HINT, stored_budget
 from ortgraph.runtime.program import loss_value, needed_nodes, results_of
-from ortgraph.runtime.selection import program_pairs
+from ortgraph.runtime.selection import program_pairs, training_program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +46,9 @@ class PlanMemory(GraphPass):
         g, signature = graph.graph, graph.signature
         values = {v.name: v for v in (*g.inputs, *g.outputs)}
         stepped = any(p.update is not None for p in signature.parameters)
-        program = "step" if stepped else "gradients"
+        program = training_program(signature)
         limit = stored_budget(graph, program)
-        pairs = [(values[i], values[o]) for i, o in (program_pairs(signature, "step") if stepped else ())]
+        pairs = [(values[i], values[o]) for i, o in (program_pairs(signature, program) if stepped else ())]
         updates = {new for _, new in pairs}
         loss = loss_value(graph)
         order = list(g)

@@ -12,7 +12,7 @@ from ortgraph.analysis.liveness import Liveness, nbytes, values_read
 from ortgraph.graph import TrainingGraph
 from ortgraph.manager.base import Changes, GraphPass, Refusal
 from ortgraph.runtime.program import needed_nodes
-from ortgraph.runtime.selection import wanted_outputs
+from ortgraph.runtime.selection import training_program, wanted_outputs
 
 _PARTS = ("Slice", "Gather")
 
@@ -103,8 +103,7 @@ def _order(before: tuple[ir.Node, ...], follow: dict[ir.Node, list[ir.Node]]) ->
 def _wanted(graph: TrainingGraph) -> list[ir.Value]:
     """What the program that trains computes."""
     signature = graph.signature
-    stepped = any(p.update is not None for p in signature.parameters)
-    names = set(wanted_outputs(signature, "step" if stepped else "gradients")[0])
+    names = set(wanted_outputs(signature, training_program(signature))[0])
     return [v for v in graph.graph.outputs if v.name in names]
 
 

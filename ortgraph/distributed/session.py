@@ -1,0 +1,235 @@
+"""DistributedSession: a step of several processes, each with a part of the batch, with one update."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import pathlib
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ortgraph.distributed.buckets import BUCKET_BYTES, Buckets
+from ortgraph.distributed.group import Group
+from ortgraph.distributed.rank_report import RankReport, RankRow
+from ortgraph.errors import DistributedError, InputError, NonFiniteLossError
+from ortgraph.graph import TrainingGraph, static_shape
+from ortgraph.manager.graph_cache import key_of
+from ortgraph.runtime.batch import Batch
+from ortgraph.runtime.options import default_threads
+from ortgraph.runtime.process_memory import peak
+from ortgraph.runtime.session import TrainingSession
+
+logger = logging.getLogger(__name__)
+_MIX = 0x5851F42D4C957F2D  # odd: ranks times it, modulo 2**63, are all different
+_TIMED = 100  # latest steps that a report speaks of
+
+
+class DistributedSession(TrainingSession):
+    """Trains on the joint batch of all processes: each gives its part, gradients are summed, all make the same update.
+
+    All processes start from rank 0's values and draw random numbers of their own. A call that fails in one process fails
+    in all (``step``, ``save_checkpoint``, ``load_checkpoint``); what runs one program alone (``gradients``, ``evaluate``,
+    ``loss``, ``accumulate``) is this process's own business.
+
+    Args:
+        graph: Optimized with ``distributed=True`` and an optimizer, the same in all processes.
+        group: From ``ortgraph.distributed.init``.
+        threads: Threads of one operator; None: the processors of this machine, shared by the processes on it.
+        bucket_bytes: Gradients are sent in arrays of about this size.
+        options: As for ``TrainingSession``.
+
+    Raises:
+        InputError: The graph was not optimized for several processes.
+        DistributedError: Processes have different graphs, or one of them failed.
+    """
+
+    def __init__(
+        self,
+        graph: TrainingGraph,
+        group: Group,
+        threads: int | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        **options: Any,
+    ) -> None:
+        self.group = group
+        with group.together("making a session"):
+            if isinstance(graph, TrainingGraph) and not graph.signature.reduces:
+                raise InputError(
+                    "the graph has no place for gradients of other processes",
+                    "ortgraph.distributed.optimize, or ortgraph.optimize(..., optimizer=..., distributed=True)",
+                )
+            share = max(1, default_threads() // group.place.local_size)
+            super().__init__(graph, threads=threads or share, **options)
+            if not self._memory.device.on_host:
+                raise InputError(f"gradients are summed on the host, not on {self.target}", "a target of the CPU")
+        group.same("graph", key_of(graph, ()))
+        reduced = [self._inputs[p.reduced] for p in reversed(self.signature.parameters) if p.reduced is not None]
+        types = {v.name or "": (v.dtype.numpy(), static_shape(v) or ()) for v in reduced}  # type: ignore[union-attr]
+        self.gradient_buckets = Buckets(types, bucket_bytes)
+        self._memory.persistent.update(self.gradient_buckets.views)
+        others = [a for n, a in self._memory.persistent.items() if n not in self.gradient_buckets.views]
+        group.take_first(others, "values of rank 0")
+        self._mix_keys(self._memory.persistent)
+        self._micro_batches: list[float | None] = []  # items of those that wait for an update
+        self._seconds: deque[tuple[float, float]] = deque(maxlen=_TIMED)
+
+    # -- running ------------------------------------------------------------------------------------------------
+
+    def step(self, batch: Batch, learning_rate: float | None = None, items: float | None = None) -> float:
+        """Forward and backward on this process's part of the batch, the sum of gradients, and the update.
+
+        Where the loss is a mean, the update is that of the joint batch when all parts have equally many items. Otherwise
+        say how many this part has (labels that count): gradients are then weighted by them.
+
+        Args:
+            batch: This process's part.
+            learning_rate: As for ``TrainingSession.step``; the same in all processes.
+            items: How many things the loss is a mean of; given in all processes or in none.
+
+        Returns:
+            The loss of the joint batch before the update.
+
+        Raises:
+            BatchError, InputError: As for ``TrainingSession.step``.
+            DistributedError: Another process failed, or processes disagree. No process has updated anything then.
+            NonFiniteLossError: The joint loss is NaN or infinite; without a loss scale nothing was updated.
+        """
+        start = time.perf_counter()
+        failure, loss = None, math.nan
+        try:
+            self._require_optimizer("step")
+            if learning_rate is not None:
+                self.learning_rate = learning_rate
+            loss = self._backward(batch, items)
+        except Exception as error:  # noqa: BLE001 - raised again as soon as the others know
+            failure = error
+        sent = time.perf_counter()
+        try:
+            total, counted = self._agree(failure, loss)
+        except Exception:
+            self._start_over()
+            raise
+        scaled = any(s.kind == "loss_scale" for s in self.signature.states)
+        if self._check_finite and not scaled and not math.isfinite(total):
+            self._start_over()
+            raise NonFiniteLossError(f"the loss is {total} at step {self.steps + 1}; nothing was updated")
+        self.group.sum(self.gradient_buckets.flat)
+        if counted is not None:
+            self.gradient_buckets.scale(1.0 / counted)
+        arrived = time.perf_counter()
+        skipped = self.skipped_steps
+        self._program("update", next(reversed(self._programs))[1]).run()
+        self._start_over()
+        self.steps += 1
+        self._seconds.append((time.perf_counter() - start, arrived - sent))
+        if self.skipped_steps != skipped:
+            logger.info("step %d: gradients overflow, nothing is updated; loss scale %g", self.steps, self.loss_scale)
+        elif self._check_finite and not math.isfinite(total):
+            raise NonFiniteLossError(
+                f"the loss is {total} at step {self.steps}; parameters were updated with it", "load the last checkpoint"
+            )
+        return total
+
+    def accumulate(self, batch: Batch, items: float | None = None) -> float:
+        """Forward and backward of one micro-batch of this process; nothing is sent until ``step``. Returns its loss.
+
+        Raises:
+            InputError: The optimizer was attached without accumulation.
+        """
+        self._require_optimizer("accumulate")
+        if self.accumulation_steps == 1:
+            raise InputError("this graph cannot accumulate gradients", "optimize with accumulation_steps=N")
+        return self._backward(batch, items)
+
+    def _backward(self, batch: Batch, items: float | None) -> float:
+        """Add this part's gradients to the buckets, or put them there."""
+        if items is not None and not 0 <= items < math.inf:
+            raise InputError(f"items={items}", "how many labels of this part count")
+        self._set_seed(1.0 / (self.group.size * self.accumulation_steps) if items is None else float(items))
+        program = self._ready("backward", batch)
+        self._micro_batches.append(items)
+        if items == 0:  # why: a mean of nothing is no number
+            if self.accumulation_steps == 1:
+                self.gradient_buckets.clear()
+            return 0.0
+        program.run()
+        return float(program.value(self.signature.loss))
+
+    def _agree(self, failure: Exception | None, loss: float) -> tuple[float, float | None]:
+        """The joint loss, and the number of items of all parts where it was given."""
+        parts = self._micro_batches
+        given = [n for n in parts if n is not None]
+        weight = 1.0 if not parts or parts[-1] is None else parts[-1]
+        weighted = 0.0 if weight == 0 else weight * loss
+        rate = self.learning_rate if self.has_optimizer else 0.0
+        told = self.group.meet(
+            "a step", failure, weighted, weight, len(parts), len(given), float(sum(given)), rate, self.steps
+        )
+        for i, what in ((2, "micro-batches"), (5, "the learning rate"), (6, "the number of steps")):
+            values = [row[i] for row in told]
+            if len(set(values)) > 1:
+                raise DistributedError(f"processes disagree on {what}: {values}", "call step alike in all of them")
+        counts, named = sum(row[2] for row in told), sum(row[3] for row in told)
+        if named not in (0, counts):
+            raise DistributedError("items were given for some parts only", "give them in all processes, or in none")
+        items = sum(row[4] for row in told) if named else None
+        if items == 0:
+            raise InputError("no part of the batch has any items", "leave such a batch out")
+        return sum(row[0] for row in told) / max(sum(row[1] for row in told), 1e-30), items
+
+    def _start_over(self) -> None:
+        self._micro_batches = []
+        if self.accumulation_steps > 1:
+            self.gradient_buckets.clear()
+
+    # -- random numbers and checkpoints -------------------------------------------------------------------------
+
+    def _mix_keys(self, values: Mapping[str, np.ndarray], by_name: bool = False) -> None:
+        """From rank 0's random key to this process's, or back."""
+        mix = np.int64(self.group.rank * _MIX % 2**63)
+        for state in self.signature.states:
+            if state.kind == "random_key":
+                values[state.name if by_name else state.input][...] ^= mix
+
+    def optimizer_state_dict(self) -> dict[str, np.ndarray]:
+        """As of ``TrainingSession``, with rank 0's random key."""
+        found = super().optimizer_state_dict()
+        self._mix_keys(found, by_name=True)
+        return found
+
+    def load_optimizer_state_dict(self, state: Mapping[str, object]) -> None:
+        super().load_optimizer_state_dict(state)
+        self._mix_keys(self._memory.persistent)
+
+    def save_checkpoint(self, folder: str | os.PathLike[str]) -> pathlib.Path:
+        """Written by rank 0; all return when it is there. Between ``accumulate`` and ``step`` there is none."""
+        with self.group.together("saving a checkpoint"):
+            if self._micro_batches:
+                raise InputError("micro-batches wait for their step: each process has its own sum", "save after step")
+            if self.group.rank == 0:
+                super().save_checkpoint(folder)
+        return pathlib.Path(folder)
+
+    def load_checkpoint(self, folder: str | os.PathLike[str]) -> None:
+        """As of ``TrainingSession``, by all processes; it may be one of another number of processes, or of one."""
+        with self.group.together("loading a checkpoint"):
+            super().load_checkpoint(folder)
+        self._mix_keys(self._memory.persistent)
+        self._start_over()
+
+    # -- figures ------------------------------------------------------------------------------------------------
+
+    def report(self) -> RankReport:
+        """Time and memory of each process, the same in all; ``print(session.report())``."""
+        seconds = np.array(self._seconds or [(math.nan, math.nan)])
+        step, sums = np.median(seconds, axis=0)
+        row = RankRow(
+            self.group.rank, float(step), float(sums), self.arena_bytes, self.parameter_bytes, self.state_bytes,
+            self.gradient_buckets.nbytes, peak(),
+        )  # fmt: skip
+        return RankReport(tuple(self.group.gather_rows(row)))

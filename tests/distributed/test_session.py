@@ -1,0 +1,106 @@
+"""The optimizer in the graph over two processes, against one process on the joint batch; failures stop both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ortgraph
+from ortgraph.distributed import Group
+from ortgraph.distributed.session import DistributedSession
+from ortgraph.errors import InputError
+
+MODULE = "session_ranks"
+
+
+@pytest.fixture(scope="module")
+def ranks(launch: Any) -> Any:
+    printed = launch.ranks("session_ranks.py")
+    assert launch.codes == [0, 7], "\n".join(printed)[-6000:]
+    return launch.results()
+
+
+@pytest.fixture(scope="module")
+def scenario() -> Any:
+    """The module that the ranks ran."""
+    import importlib.util
+    import pathlib
+
+    path = pathlib.Path(__file__).with_name("session_ranks.py")
+    spec = importlib.util.spec_from_file_location(MODULE, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=2e-5, atol=2e-6, err_msg=name)
+
+
+def one(scenario: Any, **options: Any) -> Any:
+    adam = ortgraph.optim.AdamW(lr=1e-2, max_grad_norm=0.05, no_decay=("*.bias",))
+    result = ortgraph.optimize(scenario.captured(2 * scenario.ROWS), "O2", optimizer=adam, **options)
+    return ortgraph.TrainingSession(result.graph, threads=1)
+
+
+def test_losses_updates_and_states_are_those_of_the_joint_batch(ranks: Any, scenario: Any) -> None:
+    expected = scenario.trained(one(scenario), scenario.batch)
+    assert ranks[0]["buckets"] > 1
+    same(ranks[0]["equal parts"], expected)
+    for name, value in ranks[0]["equal parts"].items():
+        np.testing.assert_array_equal(ranks[1]["equal parts"][name], value, err_msg=name)
+
+
+def test_parts_with_different_numbers_of_labels(ranks: Any, scenario: Any) -> None:
+    same(ranks[0]["items"], scenario.trained(one(scenario), lambda i: scenario.batch(i, ignored=True)))
+
+
+def test_accumulation(ranks: Any, scenario: Any) -> None:
+    expected = scenario.trained(one(scenario), scenario.batch)
+    del expected["losses"]
+    same(ranks[0]["accumulated"], expected)
+
+
+def test_an_overflow_of_one_process_is_skipped_by_all(ranks: Any) -> None:
+    for rank in ranks:
+        assert rank["skipped"] == (1, 32768.0)
+        assert rank["kept"]
+    assert ranks[0]["key"] != ranks[1]["key"]  # other dropout masks for other rows
+
+
+def test_checkpoints_resume(ranks: Any) -> None:
+    for rank in ranks:
+        assert rank["resumed"] == rank["straight"]
+    rows = ranks[0]["report"].splitlines()
+    assert len(rows) == 3 and rows == ranks[1]["report"].splitlines()
+
+
+def test_a_process_that_fails_stops_all_with_its_error(ranks: Any) -> None:
+    first, second = ranks
+    assert second["failed step"].startswith("BatchError: ") and "ids" in second["failed step"]
+    assert first["failed step"].startswith("DistributedError: rank 1 stopped in a step: BatchError")
+    assert first["unchanged"] and second["unchanged"]
+    assert "rank 1 cannot be traced" in second["failed capture"]
+    assert first["failed capture"].startswith("DistributedError: rank 1 stopped in capture: ")
+    assert "rank 1 cannot be traced" in first["failed capture"]
+    assert first["gone"].startswith("DistributedError: rank 0, a step: another process is gone")
+
+
+def test_what_differs_is_said(ranks: Any) -> None:
+    assert "processes disagree on the learning rate: [0.1" in ranks[0]["another rate"]
+
+
+def test_one_process_alone(scenario: Any) -> None:
+    """A group of one: the two programs do what the one program of a step does; a plain session refuses the graph."""
+    adam = ortgraph.optim.AdamW(lr=1e-2, max_grad_norm=0.05, no_decay=("*.bias",))
+    graph = ortgraph.optimize(scenario.captured(2 * scenario.ROWS), "O2", optimizer=adam, distributed=True).graph
+    session = DistributedSession(graph, Group(), threads=1)
+    same(scenario.trained(session, scenario.batch), scenario.trained(one(scenario), scenario.batch))
+    with pytest.raises(InputError, match="DistributedSession"):
+        ortgraph.TrainingSession(graph).step(scenario.batch(0))
+    with pytest.raises(InputError, match="distributed=True"):
+        DistributedSession(one(scenario).graph, Group())
