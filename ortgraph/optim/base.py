@@ -6,7 +6,7 @@ import dataclasses
 import fnmatch
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 from ortgraph.errors import InputError
@@ -110,6 +110,33 @@ class Optimizer:
         given = {field: getattr(group, field) for field in self.OVERRIDES}
         values.update({field: value for field, value in given.items() if value is not None})
         return Settings(lr_scale=1.0 if group.lr is None or group.lr == self.lr else group.lr / self.lr, **values)
+
+    def per_parameter(self: Made, attributes: Callable[[str], Mapping[str, Any] | None], names: Iterable[str]) -> Made:
+        """The optimizer with the hyperparameters that a function gives for a parameter's name.
+
+        Args:
+            attributes: Overrides for a name: ``lr``, ``weight_decay``, ``betas``, ... as of ``Group``; empty or None: none. What
+                a group says of the parameter holds where the function says nothing.
+            names: The parameters, such as ``graph.signature.gradients``.
+
+        Raises:
+            InputError: An override is unknown or out of range.
+        """
+        made: dict[tuple[tuple[str, Any], ...], list[str]] = {}
+        for name in names:
+            given = dict(attributes(name) or {})
+            if not given:
+                continue
+            group = self.group_of(name)
+            of_group = dataclasses.asdict(self.groups[group - 1]) if group else {}
+            merged = {k: v for k, v in {**of_group, **given}.items() if v is not None and k != "match"}
+            unknown = sorted(set(given) - {"lr", *self.OVERRIDES})
+            if unknown:
+                raise self._fail(f"{unknown[0]!r} for {name!r}", f"lr, {', '.join(self.OVERRIDES)}")
+            key = tuple(sorted((k, tuple(v) if isinstance(v, list | tuple) else v) for k, v in merged.items()))
+            made.setdefault(key, []).append(re.sub(r"([*?[])", r"[\1]", name))
+        groups = tuple(Group(tuple(matching), **dict(key)) for key, matching in made.items())
+        return dataclasses.replace(self, groups=(*groups, *self.groups))  # type: ignore[type-var]
 
     # -- checks -------------------------------------------------------------------------------------------------
 

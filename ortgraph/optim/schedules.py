@@ -48,6 +48,27 @@ def cosine(lr: float, total_steps: int, warmup_steps: int = 0, minimum: float = 
     return rate
 
 
+def polynomial(
+    lr: float, total_steps: int, warmup_steps: int = 0, power: float = 1.0, minimum: float = 1e-7
+) -> Schedule:
+    """Linear warm-up to ``lr``, then ``(lr - minimum) * (1 - share)^power + minimum``, ``minimum`` from ``total_steps`` on.
+
+    Raises:
+        InputError: ``total_steps`` does not exceed ``warmup_steps``, or ``minimum`` is not below ``lr``.
+    """
+    _check(total_steps, warmup_steps)
+    if not 0.0 <= minimum < lr:
+        raise InputError(f"polynomial schedule from {lr} to {minimum}", "0 <= minimum < lr")
+
+    def rate(step: int) -> float:
+        if step < warmup_steps:
+            return lr * _warmup(step, warmup_steps)
+        share = min(1.0, (step - warmup_steps) / (total_steps - warmup_steps))
+        return minimum + (lr - minimum) * (1.0 - share) ** power
+
+    return rate
+
+
 def _warmup(step: int, warmup_steps: int) -> float:
     return min(1.0, step / warmup_steps) if warmup_steps else 1.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -144,7 +144,8 @@ class SessionState:
         """The present state for a PyTorch loop: ``model``, ``optimizer`` and, with a loss scale, ``scaler``.
 
         Each is what ``load_state_dict`` of the module, of ``torch.optim.AdamW`` or ``SGD`` (of ``FusedLAMB`` for LAMB) and
-        of ``torch.amp.GradScaler`` takes. Random numbers are not of it: they are drawn in another way there.
+        of ``torch.amp.GradScaler`` takes (with ``strict=False`` where a module has buffers that it does not save: they are
+        among these). Random numbers are not of it: they are drawn in another way there.
 
         Args:
             groups: Names of the optimizer's parameters, group by group, as ``torch_layout.groups_of(module, optimizer)``
@@ -170,6 +171,53 @@ class SessionState:
         from ortgraph.runtime import torch_layout
 
         torch_layout.load_state_dict(self, state, groups)
+
+    def save_hugging_face(
+        self,
+        folder: str | os.PathLike[str],
+        module: Any,
+        schedule: Callable[[int], float] | None = None,
+        epoch: float = 0.0,
+        batch_size: int = 8,
+    ) -> pathlib.Path:
+        """Write a checkpoint that ``Trainer.train(resume_from_checkpoint=folder)`` goes on from, atomically.
+
+        ``model.safetensors`` and ``config.json``, ``optimizer.pt`` (in Trainer's two groups), ``scheduler.pt``,
+        ``rng_state.pth``, with a loss scale ``scaler.pt``, and ``trainer_state.json``.
+
+        Args:
+            folder: Must not exist, its parent must: ``out/checkpoint-100``.
+            module: The captured model of transformers; its class, configuration and names are used, not its values.
+            schedule: Learning rate by number of updates; None: it stays.
+            epoch: Passes over the data so far, for the record: Trainer finds its place by the number of steps.
+            batch_size: Rows of a step, for the record.
+
+        Raises:
+            InputError: The folder exists or cannot be written, or the graph's optimizer has other groups than Trainer's.
+        """
+        from ortgraph.runtime import hugging_face
+
+        return hugging_face.save(self, folder, module, schedule, epoch, batch_size)
+
+    def load_hugging_face(self, folder: str | os.PathLike[str], module: Any) -> dict[str, Any]:
+        """Go on where a ``Trainer``, or ``save_hugging_face``, stopped. Nothing changes when it does not fit.
+
+        Also sets the random states of Python, numpy and PyTorch, as Trainer does. Masks of dropout are those of the straight
+        run only where ``save_hugging_face`` wrote the folder.
+
+        Args:
+            folder: A ``checkpoint-N`` folder with optimizer.
+            module: The captured model of transformers; its class and names are used.
+
+        Returns:
+            The contents of ``trainer_state.json``: ``global_step``, ``epoch``, and so on.
+
+        Raises:
+            InputError: A file is missing or damaged, or of another model, optimizer or loss scale.
+        """
+        from ortgraph.runtime import hugging_face
+
+        return hugging_face.load(self, folder, module)
 
     def parameter_inputs(self) -> dict[str, str]:
         """Graph input by name of a parameter or buffer, tied names included."""

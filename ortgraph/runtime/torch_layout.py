@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 Groups = Sequence[Sequence[str]]
 # Options of PyTorch's optimizers that would be another update, with the value that is ours.
 _FIXED = {"amsgrad": False, "maximize": False, "adam_w_mode": True}
+_OF_LAMB = ("bias_correction", "always_adapt", "min_trust", "max_trust")
 _SCALER = {"growth_factor": "growth", "backoff_factor": "backoff", "growth_interval": "interval"}
 
 
@@ -53,7 +54,9 @@ def load_state_dict(session: SessionState, state: Mapping[str, Any], groups: Gro
     """See ``SessionState.load_torch_state_dict``."""
     targets, values = [], {}
     if state.get("model") is not None:
-        names = session.parameter_inputs()
+        fixed = {n for b in session.signature.buffers if b.update is None for n in (b.name, *b.tied)}
+        unsaved = fixed - set(state["model"])  # a module need not save what it never changes
+        names = {n: source for n, source in session.parameter_inputs().items() if n not in unsaved}
         checkpoint.check_names("the module's state", names, state["model"])
         targets += [(n, session.buffer(source)) for n, source in names.items()]
         values.update({n: to_array(v) for n, v in state["model"].items()})
@@ -114,7 +117,7 @@ def torch_optimizer(session: SessionState, groups: Groups | None = None) -> torc
     if isinstance(own, LAMB):
         from ortgraph.optim.fused_lamb import FusedLAMB
 
-        return FusedLAMB(made, **{name: getattr(own, name) for name in ("bias_correction", "always_adapt")})
+        return FusedLAMB(made, **{name: getattr(own, name) for name in _OF_LAMB})
     return torch.optim.SGD(made, lr=rate)
 
 
@@ -264,7 +267,7 @@ class _Given:
         settings = _settings(self.session, self.own, names)
         wanted: dict[str, Any] = {**_FIXED, **{name: getattr(settings, name) for name in self.own.OVERRIDES}}
         if isinstance(self.own, LAMB):
-            wanted.update({name: getattr(self.own, name) for name in ("bias_correction", "always_adapt")})
+            wanted.update({name: getattr(self.own, name) for name in _OF_LAMB})
         elif isinstance(self.own, AdamW):
             wanted.update(bias_correction=True, decoupled_weight_decay=True)
         for name, value in wanted.items():

@@ -91,3 +91,24 @@ def test_first_matching_group_applies() -> None:
 def test_strings_stand_for_one_pattern() -> None:
     assert AdamW(no_decay="*.bias").no_decay == ("*.bias",) and Group("a").match == ("a",)
     assert AdamW(groups=({"match": "a", "lr": 0.1},)) == AdamW(groups=(Group("a", lr=0.1),))
+
+
+def test_attributes_by_a_function_of_the_name() -> None:
+    """The 2020 SDK's mapping; a group of the optimizer holds where the function says nothing."""
+    base = AdamW(lr=0.1, weight_decay=0.5, no_decay="*.bias", groups=(Group("head.*", eps=1e-3, lr=0.2),))
+    names = ("body.w", "body.bias", "head.w", "head.bias", "odd[0].w", "odd0.w")
+    given = {
+        "body.w": {"lr": 0.01, "betas": [0.5, 0.9]}, "head.w": {"lr": 0.05}, "head.bias": {"weight_decay": 0.25},
+        "odd[0].w": {"lr": 0.0},
+    }  # fmt: skip
+    made = base.per_parameter(given.get, names)
+    found = {n: made.settings(n) for n in names}
+    assert found["body.w"].lr_scale == pytest.approx(0.1) and found["body.w"].betas == (0.5, 0.9)
+    assert found["body.w"].weight_decay == 0.5 and found["body.bias"] == base.settings("body.bias")
+    assert (found["head.w"].lr_scale, found["head.w"].eps) == (0.5, 1e-3)
+    assert (found["head.bias"].lr_scale, found["head.bias"].weight_decay) == (2.0, 0.25)
+    assert found["odd[0].w"].lr_scale == 0.0 and found["odd0.w"].lr_scale == 1.0, "names are no patterns"
+    assert base.per_parameter(lambda name: None, names) == base
+    for wrong, words in (({"alpha": 0.9}, "'alpha' for 'body.w'"), ({"lr": -1.0}, "lr=-1.0")):
+        with pytest.raises(InputError, match=words):
+            base.per_parameter(lambda name, wrong=wrong: wrong, names)
