@@ -65,7 +65,7 @@ def place_of(environment: Mapping[str, str] | None = None) -> Place:
 
 def _read(launcher: str, names: tuple[str, str, str, str], given: Mapping[str, str]) -> Place:
     rank, size = _number(given, names[0]), _number(given, names[1])
-    local_rank = _number(given, names[2], 0 if size == 1 else None)
+    local_rank = _number(given, names[2], 0)
     local_size = _number(given, names[3], 1 if size == 1 else 0)  # of SLURM "2(x3)": the first number
     if not 0 <= rank < size or (local_size and local_rank >= local_size):
         raise InputError(

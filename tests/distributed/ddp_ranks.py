@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -47,10 +48,12 @@ def mine(i: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x[part], y[part]
 
 
-def train(module: Any, net: Net, data: Callable[[int], Any], steps: int = 5) -> dict[str, torch.Tensor]:
+def train(
+    module: Any, net: Net, data: Callable[[int], Any], steps: int = 5, make: Any = None
+) -> dict[str, torch.Tensor]:
     """Gradients of the first step, and state after five steps of AdamW."""
     found = {}
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    optimizer = make(net.parameters()) if make else torch.optim.AdamW(net.parameters(), lr=1e-2)
     for i in range(steps):
         optimizer.zero_grad()
         x, y = data(i)
@@ -69,6 +72,17 @@ def accumulate(module: Any, net: Net) -> dict[str, torch.Tensor]:
     x, y = mine(1)
     cross_entropy(module(x), y).backward()
     return {n: p.grad.clone() for n, p in net.named_parameters()}
+
+
+def shared(zero: list[Any]) -> Callable[[Any], Any]:
+    """Makes an optimizer whose states are shared out among the ranks (ZeRO stage 1)."""
+
+    def make(parameters: Any) -> Any:
+        kind = ortgraph.optim.FusedAdam
+        zero.append(ZeroRedundancyOptimizer(parameters, kind, lr=1e-2, weight_decay=1e-2))
+        return zero[0]
+
+    return make
 
 
 def joint(net: Net) -> dict[str, torch.Tensor]:
@@ -105,6 +119,12 @@ def main() -> None:
     wide = Net()
     wide.body = torch.nn.Sequential(torch.nn.Linear(8, 600), torch.nn.Linear(600, 600), torch.nn.Linear(600, 16))
     module, _ = door(wide, "module", bucket_cap_mb=1)
+    zero: list[Any] = []
+    found["zero"] = train(*door(plain, "module"), mine, make=shared(zero))
+    found["zero states"] = [p.numel() for p in zero[0].optim.state]
+    zero[0].consolidate_state_dict(to=0)
+    if RANK == 0:  # what one process can go on with
+        ortgraph.optim.FusedAdam(copy.deepcopy(plain).parameters()).load_state_dict(zero[0].state_dict())
     before = len(graphs)
     module(mine(0)[0]).sum().backward()
     found["graphs of a wide module"] = len(graphs) - before

@@ -21,10 +21,16 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], **to
         torch.testing.assert_close(found[name], expected[name], **tolerance, msg=lambda text, n=name: f"{n}: {text}")
 
 
-@pytest.mark.parametrize("kind", ["module", "compile"])
+@pytest.mark.parametrize("kind", ["module", "compile", "zero"])
 def test_gradients_and_updates_are_those_of_the_joint_batch(ranks: Any, kind: str) -> None:
     same(ranks[0][kind], ranks[0]["joint"], **TOLERANCE)
     same(ranks[1][kind], ranks[0][kind], rtol=0, atol=0)
+
+
+def test_each_rank_has_a_part_of_the_states(ranks: Any) -> None:
+    parts = [rank["zero states"] for rank in ranks]
+    assert sorted(sum(parts, [])) == sorted(v.numel() for n, v in ranks[0]["joint"].items() if not n.endswith(".grad"))
+    assert all(0.25 < sum(p) / sum(sum(parts, [])) < 0.75 for p in parts)
 
 
 def test_accumulation_without_sync(ranks: Any) -> None:

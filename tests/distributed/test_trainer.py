@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import pathlib
 import sys
 from typing import Any
@@ -19,9 +21,29 @@ LAUNCHERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("accelerate", marks=pytest.mark.slow)])
-def test_losses_are_those_of_trainer(launch: Any, launcher: str) -> None:
-    printed = launch.command(sys.executable, "-m", *LAUNCHERS[launcher], SCRIPT, str(launch.folder))
+ZERO = {
+    "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True, "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("launcher", "deepspeed"),
+    [
+        ("torchrun", False),
+        pytest.param("accelerate", False, marks=pytest.mark.slow),
+        pytest.param("torchrun", True, marks=pytest.mark.slow),
+    ],
+)
+def test_losses_are_those_of_trainer(launch: Any, launcher: str, deepspeed: bool) -> None:
+    arguments = [str(launch.folder)]
+    if deepspeed:
+        if importlib.util.find_spec("deepspeed") is None:
+            pytest.skip('DeepSpeed is not installed: pip install -e ".[deepspeed]"')
+        config = launch.folder / "zero.json"
+        config.write_text(json.dumps(ZERO))
+        arguments.append(str(config))
+    printed = launch.command(sys.executable, "-m", *LAUNCHERS[launcher], SCRIPT, *arguments)
     assert launch.codes == [0], printed[-6000:]
     ranks = launch.results()
     for rank in ranks:
