@@ -8,7 +8,7 @@ import os
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import onnx
@@ -75,6 +75,9 @@ class TrainingGraph:
     def stage(self) -> str:
         return self.signature.stage
 
+    def _input_names(self) -> set[str]:
+        return {str(v.name) for v in self.graph.inputs}
+
     def node_count(self) -> int:
         return sum(1 for _ in self.graph)
 
@@ -92,13 +95,16 @@ class TrainingGraph:
         """Write ``path`` (.onnx) and the values beside it (.safetensors, under original names), atomically.
 
         Raises:
-            InputError: The path does not end in .onnx, its folder does not exist, or the files cannot be written.
+            InputError: The path does not end in .onnx, its folder does not exist, the files cannot be written, or the
+                graph has no input for a value.
         """
         path = pathlib.Path(path)
         if path.suffix != ".onnx":
             raise InputError(f"{path}: a training graph is saved as an .onnx file", f"{path.with_suffix('.onnx')}")
         if not path.parent.is_dir():
             raise InputError(f"{path.parent}: no such folder", "make the folder first")
+        if self.has_signature:
+            _refuse_unknown(path, self.values, self._input_names())
         proto = ir.serde.serialize_model(self.model)
         weights = path.with_suffix(".safetensors")
         values = {k: np.asarray(v, order="C") for k, v in self.values.items()}
@@ -115,7 +121,7 @@ class TrainingGraph:
 def load(path: str | os.PathLike[str]) -> TrainingGraph:
     """Read a training graph saved by ``TrainingGraph.save``.
 
-    The values come from the ``.safetensors`` beside the file when there is one.
+    The values of a graph with a signature come from the ``.safetensors`` beside the file when there is one.
 
     Raises:
         InputError: The file is missing, is not ONNX, or its values do not fit.
@@ -133,11 +139,27 @@ def load(path: str | os.PathLike[str]) -> TrainingGraph:
         raise InputError(
             f"{path}: not a readable ONNX model ({error})", "give a file written by an ONNX exporter"
         ) from error
+    graph = TrainingGraph(model)
     weights = path.with_suffix(".safetensors")
-    values: dict[str, np.ndarray] = {}
-    if weights.is_file():
-        try:
-            values = safetensors.numpy.load_file(weights)
-        except (safetensors.SafetensorError, OSError, ValueError) as error:
-            raise InputError(f"{weights}: not a readable safetensors file ({error})", "save the graph again") from error
-    return TrainingGraph(model, values=values)
+    if graph.has_signature and weights.is_file():
+        graph.values.update(_read_values(weights, graph._input_names()))
+    return graph
+
+
+def _read_values(path: pathlib.Path, inputs: set[str]) -> dict[str, np.ndarray]:
+    try:
+        values = safetensors.numpy.load_file(path)
+    except (safetensors.SafetensorError, OSError, ValueError) as error:
+        raise InputError(f"{path}: not a readable safetensors file ({error})", "save the graph again") from error
+    _refuse_unknown(path, values, inputs)
+    return values
+
+
+def _refuse_unknown(path: pathlib.Path, values: Iterable[str], inputs: set[str]) -> None:
+    unknown = sorted(set(values) - inputs)
+    if unknown:
+        shown = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
+        raise InputError(
+            f"{path}: the graph has no input for {shown}",
+            "save the graph again, so that both files are of one graph, or remove these values",
+        )

@@ -6,6 +6,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+import safetensors.numpy
 
 from ortgraph.errors import InputError, SignatureError, VerificationError
 from ortgraph.graph import Buffer, Parameter, Signature, State, TrainingGraph, load
@@ -184,3 +185,30 @@ def test_value_read_only_in_a_subgraph_counts_as_read(linear_graph):
     g.outputs.append(branch.outputs[0])
     assert outer in live_nodes(linear_graph)
     assert any(n.name == "outer" for n in live_nodes(linear_graph.clone()))
+
+
+def test_values_that_no_input_reads_are_refused(linear_graph, tmp_path):
+    """A renamed or left-over tensor is another graph's file, not something to leave out silently."""
+    path = linear_graph.save(tmp_path / "g.onnx")
+    weights = path.with_suffix(".safetensors")
+    safetensors.numpy.save_file({**linear_graph.values, "old.weight": np.zeros(2, np.float32)}, weights)
+    with pytest.raises(InputError, match="no input for old.weight"):
+        load(path)
+    wider = linear_graph.clone()
+    wider.values["more"] = np.zeros(2, np.float32)
+    with pytest.raises(InputError, match="no input for more"):
+        wider.save(tmp_path / "other.onnx")
+    assert not (tmp_path / "other.onnx").exists()
+
+
+def test_a_model_without_signature_leaves_the_file_beside_it_alone(tmp_path):
+    """``model.safetensors`` beside ``model.onnx`` is a usual name for weights of something else."""
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("Relu", ["x"], ["y"])],
+        "g",
+        [onnx.helper.make_tensor_value_info("x", 1, [2])],
+        [onnx.helper.make_tensor_value_info("y", 1, [2])],
+    )
+    onnx.save(onnx.helper.make_model(graph), tmp_path / "model.onnx")
+    safetensors.numpy.save_file({"weight": np.zeros(2, np.float32)}, tmp_path / "model.safetensors")
+    assert load(tmp_path / "model.onnx").values == {}
