@@ -67,6 +67,7 @@ MATMUL = ",".join(
 
 ABSORB = "absorb-parameter-casts"  # why behind the precision: it takes away the casts of weights that products read
 PRODUCT = "fuse-product"  # why behind the precision: it knows Product; why before regions: they take activations too
+PADDING = "remove-padding"  # why here: as LABELLED, which goes on from the rows that it leaves
 LABELLED = "select-labelled-rows"  # why before chunks: it knows the whole loss; why after MATMUL: so does its form
 MEMORY = "chunk-loss"  # why before lowering: it knows the composites; why after MATMUL: products carry their transposes
 _SHARE = 8  # scores that take more than this part of a budget in bytes are cut, which is cheaper than recomputing
@@ -146,9 +147,12 @@ def o1(**options) -> tuple[ir.passes.PassBase, ...]:
 def o2(**options) -> tuple[ir.passes.PassBase, ...]:
     """Canonical passes and fusions over both halves."""
     memory = _memory(options.get("memory_budget"))
+    padding = PADDING if options.pop("remove_padding", False) else ""
     # why regions before lowering: they hold composites; why after the rest: what has a better form is not element-wise
     options = {"regions": "fuse-regions", **options}
-    return _preset(CANONICAL, FUSION, CANONICAL, ATTENTION, MATMUL, LABELLED, memory, after=AFTER_LOWERING, **options)
+    return _preset(
+        CANONICAL, FUSION, CANONICAL, ATTENTION, MATMUL, padding, LABELLED, memory, after=AFTER_LOWERING, **options
+    )
 
 
 PRESETS: dict[str, Callable[..., tuple[ir.passes.PassBase, ...]]] = {"O0": o0, "O1": o1, "O2": o2, "O3": o2}

@@ -63,6 +63,7 @@ def optimize(
     shapes: Mapping[str, int] | None = None,
     accumulation_steps: int = 1,
     loss_scale: Any = None,
+    remove_padding: bool = False,
     distributed: bool = False,
     passes_after: Mapping[str, Sequence[ir.passes.PassBase] | str] | None = None,
     verify: str = "signature",
@@ -88,6 +89,8 @@ def optimize(
         accumulation_steps: Micro-batches per update.
         loss_scale: ``"dynamic"``, a number, or a ``LossScale``, in place of the optimizer's. None: the optimizer's, and
             dynamic for ``fp16`` where it has none.
+        remove_padding: What works token by token runs over tokens that are no padding, for each batch as its mask says
+            (docs/training.md). Presets from ``O2`` on.
         distributed: For a ``DistributedSession``: processes sum gradients between backward and update
             (docs/distributed.md).
         passes_after: Extra passes per stage, as passes or as a text pipeline.
@@ -107,6 +110,9 @@ def optimize(
     optimizer = _scaled(optimizer, loss_scale, precision)
     if memory_budget is not None:
         memory_budget = check_budget(memory_budget)
+    options: dict[str, Any] = {"remove_padding": True} if remove_padding else {}
+    if remove_padding and pipeline not in ("O2", "O3"):
+        raise InputError("remove_padding goes with O2", "put remove-padding before mark-optimized in your pipeline")
     if isinstance(pipeline, str) and _is_preset(pipeline):
         passes: Sequence[ir.passes.PassBase] = registry.preset(
             pipeline,
@@ -117,6 +123,7 @@ def optimize(
             distributed=distributed,
             memory_budget=memory_budget,
             precision=cast,
+            **options,
         )
     else:
         if cast:

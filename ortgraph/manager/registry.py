@@ -41,6 +41,7 @@ TABLE: dict[str, str] = {
     "fuse-embedding-update": "ortgraph.passes.lowering.fuse_embedding_update:FuseEmbeddingUpdate",
     "select-recompute": "ortgraph.passes.memory.select_recompute:SelectRecompute",
     "select-labelled-rows": "ortgraph.passes.memory.select_labelled_rows:SelectLabelledRows",
+    "remove-padding": "ortgraph.passes.memory.remove_padding:RemovePadding",
     "chunk-loss": "ortgraph.passes.memory.chunk_loss:ChunkLoss",
     "add-embedding-gradient": "ortgraph.passes.memory.add_embedding_gradient:AddEmbeddingGradient",
     "slice-early": "ortgraph.passes.memory.slice_early:SliceEarly",

@@ -10,6 +10,7 @@ import logging
 import re
 import zlib
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import onnx
@@ -26,6 +27,8 @@ from ortgraph.runtime.prepare import FOLD, RECOMPUTE, lift_constants, recorded_p
 
 logger = logging.getLogger(__name__)
 METADATA_KEY = "ortgraph.labelled_rows"
+PADDING_KEY = "ortgraph.padding"  # of ortgraph.runtime.padded_rows
+FORMS = (METADATA_KEY, PADDING_KEY)
 PASS = "select-labelled-rows"
 KEY = "labelled rows"  # stands beside the names of dimensions in the key of a program
 _PARTS = 16
@@ -52,18 +55,21 @@ class LabelNote:
     input: str
     ignore: int
 
-    def rows(self, labels: np.ndarray) -> int:
-        """Rows of the smallest buffer that holds a batch's labels; 0 where the whole graph serves."""
-        part = -(-labels.size // _PARTS)
+    def rows(self, labels: np.ndarray, of: int = 0) -> int:
+        """Rows of the smallest buffer that holds a batch's labels; 0 where the whole graph serves.
+
+        Args:
+            labels: Of the batch.
+            of: All rows, where they are fewer than labels.
+        """
+        total = of or labels.size
+        part = -(-total // _PARTS)
         labelled = int(np.count_nonzero(labels != self.ignore))
-        return next((n * part for n in BUFFERS if labelled <= n * part < labels.size), 0)
+        return next((n * part for n in BUFFERS if labelled <= n * part < total), 0)
 
 
-def keep_form(graph: TrainingGraph, note: LabelNote) -> None:
-    """Store the graph as it is, without model outputs, in its own metadata, for ``labelled_form``.
-
-    The form travels with the graph through the rest of its pipeline, as the evaluation form does.
-    """
+def without_outputs(graph: TrainingGraph) -> TrainingGraph:
+    """A copy that computes no model outputs, as programs that train."""
     form = graph.clone()
     form.signature = form.signature.replace(outputs=())
     wanted = {name for _, name in form.signature.graph_outputs()}
@@ -76,33 +82,54 @@ def keep_form(graph: TrainingGraph, note: LabelNote) -> None:
             remove_node(node)
     for name in [n for n, v in g.initializers.items() if not v.uses() and not v.is_graph_output()]:
         g.initializers.pop(name)
-    for key in (METADATA_KEY, *_OTHER_FORMS):
-        form.model.metadata_props.pop(key, None)
+    return form
+
+
+def keep_form(graph: TrainingGraph, note: Any, key: str = METADATA_KEY) -> None:
+    """Store the graph as it is, without model outputs, in its own metadata, for ``kept_form``.
+
+    The form travels with the graph through the rest of its pipeline, as the evaluation form does.
+
+    Args:
+        graph: Before a pass whose rows a session chooses.
+        note: A dataclass: what a session has to know to choose them.
+        key: One of ``FORMS``.
+    """
+    form = without_outputs(graph)
+    for other in (*FORMS, *_OTHER_FORMS):
+        form.model.metadata_props.pop(other, None)
     packed = zlib.compress(ir.to_proto(form.model).SerializeToString(deterministic=True), 6)
     stored = {**dataclasses.asdict(note), "form": base64.b64encode(packed).decode()}
-    graph.model.metadata_props[METADATA_KEY] = json.dumps(stored)
+    graph.model.metadata_props[key] = json.dumps(stored)
 
 
 def seal(graph: TrainingGraph, complete: bool) -> None:
-    """Note, at the end of a pipeline, which graph the form belongs to: one that is changed later has none.
+    """Note, at the end of a pipeline, which graph the forms belong to: one that is changed later has none.
 
     Args:
         graph: As the pipeline left it.
-        complete: The recorded pipeline says all that was done to the graph after the form was kept; without it the
+        complete: The recorded pipeline says all that was done to the graph after a form was kept; without it the
             form would lead to another graph, and is dropped.
     """
-    stored = graph.model.metadata_props.pop(METADATA_KEY, None)
-    if stored is not None and complete:
-        graph.model.metadata_props[METADATA_KEY] = json.dumps({**json.loads(stored), "of": _identity(graph)})
+    for key in FORMS:
+        stored = graph.model.metadata_props.pop(key, None)
+        if stored is not None and complete:
+            graph.model.metadata_props[key] = json.dumps({**json.loads(stored), "of": _identity(graph)})
 
 
 def label_note(graph: TrainingGraph) -> LabelNote | None:
     """What ``keep_form`` noted; None when there is nothing, or when the graph is not as its pipeline left it."""
-    stored = graph.model.metadata_props.get(METADATA_KEY)
-    if stored is None or PASS not in recorded_names(graph):
+    read = stored_note(graph, METADATA_KEY, PASS)
+    return None if read is None else LabelNote(read["input"], read["ignore"])
+
+
+def stored_note(graph: TrainingGraph, key: str, kept_by: str) -> dict[str, Any] | None:
+    """The note of a form that fits the graph; None when there is none, or when the graph was changed afterwards."""
+    stored = graph.model.metadata_props.get(key)
+    if stored is None or kept_by not in recorded_names(graph):
         return None
     read = json.loads(stored)
-    return LabelNote(read["input"], read["ignore"]) if read.get("of") == _identity(graph) else None
+    return read if read.get("of") == _identity(graph) else None
 
 
 def _identity(graph: TrainingGraph) -> str:
@@ -111,9 +138,9 @@ def _identity(graph: TrainingGraph) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def labelled_form(graph: TrainingGraph) -> TrainingGraph:
+def kept_form(graph: TrainingGraph, key: str = METADATA_KEY) -> TrainingGraph:
     """The graph that ``keep_form`` stored, with the same values."""
-    packed = json.loads(graph.model.metadata_props[METADATA_KEY])["form"]
+    packed = json.loads(graph.model.metadata_props[key])["form"]
     model = ir.from_proto(onnx.load_from_string(zlib.decompress(base64.b64decode(packed))))
     model.metadata_props[_OTHER_FORMS[0]] = ""  # why: programs that evaluate come from the whole graph
     return TrainingGraph(model, values=graph.values)
@@ -136,7 +163,7 @@ def prepare_labelled(graph: TrainingGraph, rows: int, dims: Mapping[str, int], t
     Returns:
         A lowered graph with static shapes; None when nothing would get smaller.
     """
-    form = labelled_form(graph)
+    form = kept_form(graph)
     if is_dynamic(form):
         bind_shapes(form, dims)
         run_passes(form, FOLD)
@@ -146,7 +173,7 @@ def prepare_labelled(graph: TrainingGraph, rows: int, dims: Mapping[str, int], t
     if METADATA_KEY in form.model.metadata_props or form.node_count() == before:
         return None
     try:
-        run_passes(form, ",".join(_later(graph, target)))
+        run_passes(form, ",".join(later_passes(graph, target)))
     except PlanError as error:
         logger.info("labelled rows: the whole graph serves: %s", error)
         return None
@@ -154,10 +181,21 @@ def prepare_labelled(graph: TrainingGraph, rows: int, dims: Mapping[str, int], t
     return lift_constants(form)
 
 
-def _later(graph: TrainingGraph, target: str) -> Iterator[str]:
-    """The passes that follow in the graph's own pipeline, for this target and within the memory that the graph has."""
+def later_passes(graph: TrainingGraph, target: str, kept_by: str = PASS, rows: int = 0) -> Iterator[str]:
+    """The passes that follow in the graph's own pipeline, for this target and within the memory that the graph has.
+
+    Args:
+        graph: As its pipeline left it.
+        target: That it is to run on.
+        kept_by: The pass behind which they come.
+        rows: Rows of the buffer for labelled rows, where that pass follows; 0: all.
+    """
     passes = recorded_passes(graph)
-    for p in passes[[p.name for p in passes].index(PASS) + 1 :]:
+    for p in passes[[p.name for p in passes].index(kept_by) + 1 :]:
+        if p.name == PASS and not rows:
+            continue
+        if p.name == PASS:
+            p = dataclasses.replace(p, rows=rows, least_rows=1)
         if p.name == RECOMPUTE and "%" in p.budget:
             limit = next(
                 (b for program in ("step", "backward", "gradients") if (b := stored_budget(graph, program))), None

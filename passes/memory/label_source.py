@@ -76,11 +76,19 @@ def _behind(node: ir.Node, ignore: int) -> ir.Value | None:
         for kept, other in ((1, 2), (2, 1)):
             if scalar(node.inputs[other]) == ignore and _same_size(node.inputs[kept], node.outputs[0]):
                 return node.inputs[kept]
+    if node.op_type == "Gather" and attribute(node, "axis", 0) == 0 and _distinct(node.inputs[1]):
+        return node.inputs[0]
     if node.op_type == "Concat":
         free = [v for v in node.inputs if v is not None and not _all_ignored(v, ignore)]
         if len(free) == 1:
             return free[0]
     raise NotAHead(f"the labels come from {node.op_type} {node.name!r}")
+
+
+def _distinct(index: ir.Value | None) -> bool:
+    """Positions that TopK gives (``remove-padding`` packs rows by them)."""
+    maker = index.producer() if index is not None else None
+    return maker is not None and maker.op_type == "TopK" and index is maker.outputs[1]
 
 
 def _same_size(value: ir.Value | None, other: ir.Value) -> bool:
