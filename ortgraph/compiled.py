@@ -15,7 +15,8 @@ from ortgraph.graph import TrainingGraph
 from ortgraph.manager.graph_cache import cached, text_of
 from ortgraph.manager.optimize import optimize
 from ortgraph.runtime.batch import Batch
-from ortgraph.runtime.session import TrainingSession
+from ortgraph.runtime.buckets import Sizes
+from ortgraph.runtime.session import MAX_SHAPES, TrainingSession
 
 logger = logging.getLogger(__name__)
 MAX_SESSIONS = 4  # shapes whose session is kept; the one unused for longest goes first
@@ -34,7 +35,7 @@ class CompiledStep:
         loss: As in ``ortgraph.capture``.
         dynamic: As in ``ortgraph.capture``.
         pipeline, target, precision, memory_budget: As in ``ortgraph.optimize``.
-        threads: As in ``TrainingSession``.
+        threads, max_shapes, buckets, padding: As in ``TrainingSession``.
     """
 
     def __init__(
@@ -49,10 +50,16 @@ class CompiledStep:
         precision: str = "fp32",
         memory_budget: str | int | None = None,
         threads: int | None = None,
+        max_shapes: int = MAX_SHAPES,
+        buckets: Mapping[str, Sizes] | None = None,
+        padding: Mapping[str, Any] | None = None,
     ) -> None:
         self.module, self._optimizer, self._loss, self._dynamic = module, optimizer, loss, dynamic
-        self._pipeline, self._target, self._threads = pipeline, target, threads
+        self._pipeline, self._target = pipeline, target
         self._precision, self._memory_budget = precision, memory_budget
+        self._options: dict[str, Any] = {
+            "threads": threads, "max_shapes": max_shapes, "buckets": buckets, "padding": padding
+        }  # fmt: skip
         self._sessions: OrderedDict[tuple, TrainingSession] = OrderedDict()
         self._current: TrainingSession | None = None
 
@@ -95,7 +102,7 @@ class CompiledStep:
         optimizer = None if self._optimizer is None else str(self._optimizer)
         facts = text_of("compile", self._pipeline, optimizer, self._target, self._precision, self._memory_budget)
         optimized = self._optimize(graph) if facts is None else cached(graph, facts, lambda: self._optimize(graph))
-        return TrainingSession(optimized, threads=self._threads)
+        return TrainingSession(optimized, **self._options)
 
     def _optimize(self, graph: TrainingGraph) -> TrainingGraph:
         return optimize(

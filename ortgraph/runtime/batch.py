@@ -147,5 +147,14 @@ def check_bound(name: str, array: np.ndarray, value: ir.Value, dims: Mapping[str
             )
 
 
+def check_limits(dims: Mapping[str, int], limits: Mapping[str, int]) -> None:
+    """Raise BatchError for a dimension beyond what the captured module takes (its table of positions, for example)."""
+    for name, limit in limits.items():
+        if dims.get(name, 0) > limit:
+            raise BatchError(
+                f"dimension {name!r} is {dims[name]}, the module takes up to {limit}", "cut the batch along it"
+            )
+
+
 def _text(shape: ir.Shape | None) -> str:
     return "[" + ", ".join(str(d) for d in shape or ()) + "]"

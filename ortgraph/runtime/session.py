@@ -7,8 +7,10 @@ import logging
 import math
 import pathlib
 import tempfile
+import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -18,18 +20,21 @@ from ortgraph.graph.index_note import from_metadata
 from ortgraph.graph.verify import verify
 from ortgraph.ops.spec import GENERATED, KERNELS
 from ortgraph.ops.targets import target_of
-from ortgraph.runtime import inference_export, labelled_rows, padded_rows, selection
-from ortgraph.runtime.batch import Batch, bind_dims, check_bound, check_dtype, named
+from ortgraph.runtime import inference_export, labelled_rows, selection
+from ortgraph.runtime.batch import Batch, bind_dims, check_bound, check_dtype, check_limits, named
+from ortgraph.runtime.buckets import Buckets, Sizes, size_limits
 from ortgraph.runtime.detect import detect_runtime
 from ortgraph.runtime.device import device_of
 from ortgraph.runtime.index_range import check_indices
+from ortgraph.runtime.padding_check import check_padding
+from ortgraph.runtime.planned import Planned
 from ortgraph.runtime.prepare import prepare
 from ortgraph.runtime.profile import NodeTime, read_profile
 from ortgraph.runtime.program import Program
 from ortgraph.runtime.session_state import SessionState
 
 logger = logging.getLogger(__name__)
-MAX_SHAPES = 8  # shape keys whose programs are kept; the one unused for longest goes first
+MAX_SHAPES = 8
 RENAMED = "renamed_inputs"  # written by capture: the user's name by the name in the graph, where they differ
 
 
@@ -37,8 +42,8 @@ class TrainingSession(SessionState):
     """Runs a training graph.
 
     A graph that is not lowered yet is lowered first; one with symbolic dimensions is bound to the batch's shapes and
-    planned once per shape (kept for the 8 latest). The session copies the graph's values at the start and never
-    changes the graph.
+    planned once per shape (docs/training.md, "Batches of several sizes"). The session copies the graph's values at the
+    start and never changes the graph.
 
     Args:
         graph: At any stage, of any origin.
@@ -49,9 +54,15 @@ class TrainingSession(SessionState):
         check_finite: Raise NonFiniteLossError when a step's loss is NaN or infinite.
         poison: Overwrite the arena with NaN before each run, and check after it that no byte changed that belongs to no
             value (debugging: reads of memory that was not written show, writes beyond a buffer raise PlanError).
+        max_shapes: Batch shapes whose programs are kept; the one unused for longest goes first.
+        on_plan: Called with a ``Planned`` after each program that is made.
+        buckets: Sizes by symbolic dimension, a list or ``"powers of two"``: batches are padded to the next one.
+        padding: What to pad each data input with that has such a dimension.
+        check_padding: Compare the first rows of the first batch that is padded along a dimension with and without
+            padding. False declares that padding changes nothing.
 
     Raises:
-        InputError: A parameter or buffer has no value, or its shape does not fit.
+        InputError: A parameter or buffer has no value, or its shape does not fit; an argument does not fit the graph.
         VerificationError: The graph breaks an invariant of level ``signature``: nodes out of order, a lost output.
         RuntimeSetupError: No, several or an unsupported ONNX Runtime, or one without the target's provider.
     """
@@ -63,11 +74,18 @@ class TrainingSession(SessionState):
         target: str | None = None,
         check_finite: bool = True,
         poison: bool = False,
+        max_shapes: int = MAX_SHAPES,
+        on_plan: Callable[[Planned], None] | None = None,
+        buckets: Mapping[str, Sizes] | None = None,
+        padding: Mapping[str, Any] | None = None,
+        check_padding: bool = True,
     ) -> None:
         if not isinstance(graph, TrainingGraph):
             hint = "give result.graph" if hasattr(graph, "report") else "ortgraph.load(path) reads one"
             raise InputError(f"a session runs a TrainingGraph, not {type(graph).__name__}", hint)
         verify(graph, "signature")
+        if max_shapes < 1:
+            raise InputError(f"max_shapes={max_shapes}", "1 or more")
         self.target = target_of(target or detect_runtime().target).text
         device = device_of(self.target)
         if not device.on_host:
@@ -85,7 +103,13 @@ class TrainingSession(SessionState):
         self._programs: OrderedDict[tuple, Program] = OrderedDict()
         self._evaluation_form: TrainingGraph | None = None
         self._label_note = labelled_rows.label_note(graph)
-        self._packing = padded_rows.PaddingRows.of(graph)
+        self._max_shapes, self._on_plan = max_shapes, on_plan
+        self._made: set[tuple[str, tuple]] = set()
+        self._limits = size_limits(graph)
+        self._buckets = Buckets(graph, buckets or {}, padding or {}) if buckets or padding else None
+        self._check_padding, self._harmless = check_padding, frozenset[str]()
+        self._outputs = {v.name: v for v in graph.graph.outputs}
+        self._sizes: dict[str, int] = {}
 
     # -- running ------------------------------------------------------------------------------------------------
 
@@ -164,7 +188,7 @@ class TrainingSession(SessionState):
         self._set_seed(loss_gradient)
         program = self._ready("input_gradients", batch)
         program.run()
-        return {name: program.value(output).copy() for name, output in self.signature.input_gradients.items()}
+        return {name: self._own(program, output) for name, output in self.signature.input_gradients.items()}
 
     def loss(self, batch: Batch) -> float:
         """The training loss (dropout and batch statistics as in a step); forward only, commits nothing."""
@@ -184,7 +208,7 @@ class TrainingSession(SessionState):
         program = self._ready("evaluate", batch)
         program.run()
         names = dict.fromkeys((self.signature.loss, *self.signature.outputs))
-        return {name: program.value(name).copy() for name in names}
+        return {name: self._own(program, name) for name in names}
 
     def results(self, batch: Batch) -> dict[str, np.ndarray]:
         """Every output of the graph by name, in training mode: outputs, gradients, new values; commits nothing."""
@@ -192,7 +216,7 @@ class TrainingSession(SessionState):
         program = self._ready("results", batch)
         program.run()
         names = dict.fromkeys(name for _, name in self.signature.graph_outputs())
-        return {name: program.value(name).copy() for name in names}
+        return {name: self._own(program, name) for name in names}
 
     def program(self, kind: str, batch: Batch) -> Program:
         """The program of a kind for this batch's shapes, made if need be, with the batch in its input buffers."""
@@ -267,6 +291,10 @@ class TrainingSession(SessionState):
             bind_dims(name, array, self._inputs[name], dims)
         for name, array in arrays.items():
             check_bound(name, array, self._inputs[name], dims)
+        check_limits(dims, self._limits)
+        self._sizes = dims
+        if self._buckets is not None:
+            arrays, dims = self._pad(self._buckets, arrays, dims)
         program = self._program(kind, self._key(kind, arrays, dims))
         for note in self._index_notes:
             if note.input in program.inputs:
@@ -280,14 +308,35 @@ class TrainingSession(SessionState):
         self._feed_tangents(program, tangents or {})
         return program
 
+    def _pad(
+        self, buckets: Buckets, arrays: dict[str, np.ndarray], dims: dict[str, int]
+    ) -> tuple[dict[str, np.ndarray], dict[str, int]]:
+        """The batch in its buckets, and their sizes."""
+        sizes = buckets.sizes(dims)
+        padded = frozenset(n for n in sizes if sizes[n] != dims[n])
+        if self._check_padding and padded - self._harmless:
+            start = time.perf_counter()
+            if check_padding(self.graph, buckets, arrays, dims, padded, self._memory, self.target):
+                self._harmless |= padded
+                logger.info(
+                    "padding of %s changes neither loss nor gradients (compared in %.2f s)",
+                    ", ".join(sorted(padded)), time.perf_counter() - start,
+                )  # fmt: skip
+        return buckets.pad(arrays, sizes), sizes
+
+    def _own(self, program: Program, name: str) -> np.ndarray:
+        """A copy of a result, without what belongs to padding."""
+        result = program.value(name)
+        if self._buckets is not None and name in self._outputs:
+            result = self._buckets.cut(name, self._outputs[name], result, self._sizes)
+        return result.copy()
+
     def _key(self, kind: str, arrays: Mapping[str, np.ndarray], dims: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-        """What tells programs of a kind apart: sizes of dimensions, and the rows that the batch's mask and labels need."""
+        """What tells programs of a kind apart: sizes of dimensions, and the rows that the batch's labels need."""
         key = tuple(sorted(dims.items()))
-        if kind not in labelled_rows.KINDS:
+        if self._label_note is None or kind not in labelled_rows.KINDS:
             return key
-        packed = 0 if self._packing is None else self._packing.rows(arrays, dims)
-        key = (*key, (padded_rows.KEY, packed)) if packed else key
-        rows = 0 if self._label_note is None else self._label_note.rows(arrays[self._label_note.input], packed)
+        rows = self._label_note.rows(arrays[self._label_note.input])
         return (*key, (labelled_rows.KEY, rows)) if rows else key
 
     def _feed_tangents(self, program: Program, tangents: Mapping[str, np.ndarray]) -> None:
@@ -307,11 +356,17 @@ class TrainingSession(SessionState):
     def _program(self, kind: str, key: tuple[tuple[str, int], ...]) -> Program:
         found = self._programs.get((kind, key))
         if found is None:
-            if key and any(k == kind for k, _ in self._programs):
-                logger.info("program %s: planning anew for %s", kind, ", ".join(f"{n}={s}" for n, s in key))
+            start = time.perf_counter()
             found = self._make_program(kind, dict(key), key)
             self._programs[kind, key] = found
             self._forget()
+            sizes = dict(key)
+            rows, seconds = sizes.pop(labelled_rows.KEY, 0), time.perf_counter() - start
+            planned = Planned(kind, sizes, rows, seconds, found.arena_bytes, (kind, key) in self._made)
+            self._made.add((kind, key))
+            planned.log(self._max_shapes)
+            if self._on_plan is not None:
+                self._on_plan(planned)
         self._programs.move_to_end((kind, key))
         return found
 
@@ -325,28 +380,29 @@ class TrainingSession(SessionState):
             source, cache = self._evaluation_form, self._evaluation
         else:
             source, cache = self.graph, self._prepared
-        rows, packed = dims.pop(labelled_rows.KEY, 0), dims.pop(padded_rows.KEY, 0)
+        rows = dims.pop(labelled_rows.KEY, 0)
         if key not in cache:
-            if packed and self._packing is not None:
-                cut = self._packing.prepare(packed, rows, dims, self.target)
-            else:
-                cut = labelled_rows.prepare_labelled(source, rows, dims, self.target) if rows else None
-            if packed and cut is None:
-                self._packing = None  # why: the whole graph serves, under one key
-            elif rows and cut is None:
-                self._label_note = None
+            cut = labelled_rows.prepare_labelled(source, rows, dims, self.target) if rows else None
+            if rows and cut is None:
+                self._label_note = None  # why: the whole graph serves, under one key
             cache[key] = prepare(source, dims, self.target) if cut is None else cut
         return Program(kind, cache[key], wanted, pairs, self._memory, self.threads, self._poison)
 
     def _forget(self) -> None:
-        """Drop the programs of the shape key that was unused for longest, beyond MAX_SHAPES keys."""
-        latest = list(dict.fromkeys(key for _, key in reversed(self._programs)))
-        for old in latest[MAX_SHAPES:]:
+        """Drop the programs of the shape that was unused for longest, beyond ``max_shapes``; buffers for labels are none."""
+        latest = list(dict.fromkeys(_shape(key) for _, key in reversed(self._programs)))
+        for old in latest[self._max_shapes :]:
             logger.info("forgetting the programs for %s", ", ".join(f"{n}={s}" for n, s in old))
-            for kind_key in [k for k in self._programs if k[1] == old]:
+            for kind_key in [k for k in self._programs if _shape(k[1]) == old]:
                 del self._programs[kind_key]
-            self._prepared.pop(old, None)
-            self._evaluation.pop(old, None)
+            for cache in (self._prepared, self._evaluation):
+                for key in [k for k in cache if _shape(k) == old]:
+                    del cache[key]
+
+
+def _shape(key: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
+    """The sizes of dimensions in a program's key."""
+    return tuple(part for part in key if part[0] != labelled_rows.KEY)
 
 
 def _check_for_device(graph: TrainingGraph, target: str, poison: bool) -> None:
