@@ -110,6 +110,9 @@ def legalize(model: ir.Model, loss: ir.Value, roles: Roles, names: Names, train_
     decompose([node for node in path if node.graph is graph], names)
     loss = graph.outputs[position]
     path = data_path(graph, loss, roles.trainable)
+    if slice_partial_splits(path, loss, names):  # a first step of zeros does not read the forget gate
+        loss = graph.outputs[position]
+        path = data_path(graph, loss, roles.trainable)
     refuse_read_statistics(path)
     legalize_saved.complete_norms(path, names)
     legalize_saved.explicit_pads(path)

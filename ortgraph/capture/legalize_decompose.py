@@ -11,6 +11,8 @@ import onnx_ir as ir
 from ortgraph.capture.legalize_control import constant_value
 from ortgraph.capture.legalize_layout import LAYOUT, optional, rank, refuse
 from ortgraph.capture.legalize_norms import NORMS
+from ortgraph.capture.legalize_pools import POOLS, padded_positions
+from ortgraph.capture.legalize_recurrent import unroll
 from ortgraph.capture.legalize_saved import BY
 from ortgraph.graph import Names, replace_value, static_shape
 from ortgraph.graph.edit import remove_node
@@ -37,7 +39,8 @@ def decompose(path: list[ir.Node], names: Names) -> int:
         if results is None:
             continue
         for old, new in zip(node.outputs, results, strict=False):
-            replace_value(old, new)
+            if new is not old:
+                replace_value(old, new)
         remove_node(node)
         count += 1
     return count
@@ -340,19 +343,28 @@ def _guarded_pow(b: Builder, x: ir.Value, exponent: ir.Value, known: np.ndarray 
 
 
 def _pad(b: Builder, node: ir.Node) -> list[ir.Value] | None:
-    """Axes are written out: the builder takes pads for those of all axes."""
-    axes_value = optional(node, 3)
-    if axes_value is None:
+    """Axes are written out: the builder takes pads for those of all axes. Other modes gather known positions."""
+    axes_value, mode = optional(node, 3), node.attributes.get_string("mode", "constant")
+    if axes_value is None and mode == "constant":
         return None
-    axes, pads = constant_value(axes_value), constant_value(node.inputs[1])  # type: ignore[arg-type]
+    count, pads = rank(node), constant_value(node.inputs[1])  # type: ignore[arg-type]
+    axes = np.arange(count) if axes_value is None else constant_value(axes_value)
     if axes is None or pads is None:
-        raise refuse(node, "pads and axes must be constants where axes are given")
-    count, given = rank(node), len(axes)
+        raise refuse(node, f"pads and axes must be constants where axes are given or the mode is {mode}")
     full = [0] * (2 * count)
     for i, axis in enumerate(int(a) % count for a in axes):
-        full[axis], full[count + axis] = int(pads[i]), int(pads[given + i])
-    mode = node.attributes.get_string("mode", "constant")
-    return [b.op("Pad", node.inputs[0], b.ints(full), optional(node, 2), mode=mode)]
+        full[axis], full[count + axis] = int(pads[i]), int(pads[len(axes) + i])
+    if mode == "constant":
+        return [b.op("Pad", node.inputs[0], b.ints(full), optional(node, 2), mode=mode)]
+    x = node.inputs[0]
+    assert x is not None and x.shape is not None
+    for axis, (length, before, after) in enumerate(zip(x.shape, full[:count], full[count:], strict=True)):
+        if before == after == 0:
+            continue
+        if not isinstance(length, int):
+            raise refuse(node, f"the length of axis {axis} is not known")
+        x = b.op("Gather", x, b.ints(padded_positions(length, before, after, mode)), axis=axis)
+    return [b.op("Identity", x) if x is node.inputs[0] else x]
 
 
 def _cross_entropy(b: Builder, node: ir.Node) -> list[ir.Value] | None:
@@ -367,7 +379,9 @@ RULES: dict[str, Decomposition] = {
     "CastLike": _cast_like,
     "Clip": _clip,
     "CumSum": _cumulative_sum,
+    "GRU": unroll,
     "GlobalMaxPool": _global_max_pool,
+    "LSTM": unroll,
     "MatMul": _matmul,
     "Max": _extreme,
     "Mean": _mean,
@@ -376,6 +390,7 @@ RULES: dict[str, Decomposition] = {
     "PRelu": _prelu,
     "Pad": _pad,
     "Pow": _pow,
+    "RNN": unroll,
     "ReduceL1": _reduce_of("abs", ""),
     "ReduceL2": _reduce_l2,
     "ReduceLogSum": _reduce_of("", "Log"),
@@ -390,4 +405,5 @@ RULES: dict[str, Decomposition] = {
     "Where": _where,
     **LAYOUT,
     **NORMS,
+    **POOLS,
 }

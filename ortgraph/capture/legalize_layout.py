@@ -239,12 +239,10 @@ def _conv_transpose(b: Builder, node: ir.Node) -> list[ir.Value]:
     spatial = len(dims) - 2
     if not all(isinstance(d, int) for d in w_dims) or not all(isinstance(d, int) for d in dims[2:]):
         raise refuse(node, "spatial sizes of input and weight must be known")
-    if node.attributes.get_string("auto_pad", "NOTSET") not in ("NOTSET", "VALID") or "output_shape" in node.attributes:
-        raise refuse(node, "auto_pad and output_shape are not decomposed")
     kernel = [int(d) for d in w_dims[2:]]  # type: ignore[arg-type]
     strides = list(node.attributes.get_ints("strides", [1] * spatial))
     dilations = list(node.attributes.get_ints("dilations", [1] * spatial))
-    pads = list(node.attributes.get_ints("pads", [0] * 2 * spatial))
+    pads = _transposed_pads(node, [int(d) for d in dims[2:]], kernel)  # type: ignore[arg-type]
     extra = list(node.attributes.get_ints("output_padding", [0] * spatial))
     group = node.attributes.get_int("group", 1)
     spread = _spread(b, x, dims, strides)
@@ -256,6 +254,28 @@ def _conv_transpose(b: Builder, node: ir.Node) -> list[ir.Value]:
     mirrored = _mirrored(b, weight, [int(d) for d in w_dims], group)  # type: ignore[arg-type]
     inputs = [spread, mirrored] if bias is None else [spread, mirrored, bias]
     return [b.op("Conv", *inputs, pads=[*begin, *end], dilations=dilations, group=group, kernel_shape=kernel)]
+
+
+def _transposed_pads(node: ir.Node, sizes: Sequence[int], kernel: Sequence[int]) -> list[int]:
+    """Pads of a ConvTranspose, from its pads, its output_shape or its auto_pad."""
+    spatial = len(kernel)
+    ones = [1] * spatial
+    mode = node.attributes.get_string("auto_pad", "NOTSET")
+    wanted = list(node.attributes.get_ints("output_shape", []))[-spatial:]
+    if not wanted and mode in ("NOTSET", "VALID"):
+        return list(node.attributes.get_ints("pads", [0] * 2 * spatial)) if mode == "NOTSET" else [0] * 2 * spatial
+    strides, dilations = node.attributes.get_ints("strides", ones), node.attributes.get_ints("dilations", ones)
+    extra = node.attributes.get_ints("output_padding", [0] * spatial)
+    begin, end = [], []
+    for i, size in enumerate(sizes):
+        target = wanted[i] if wanted else size * strides[i]
+        total = strides[i] * (size - 1) + extra[i] + (kernel[i] - 1) * dilations[i] + 1 - target
+        if total < 0:
+            raise refuse(node, f"axis {2 + i} would be longer ({target}) than its kernel reaches")
+        small = total // 2
+        begin.append(small if mode == "SAME_UPPER" else total - small)
+        end.append(total - begin[-1])
+    return [*begin, *end]
 
 
 def _spread(b: Builder, x: ir.Value, dims: Sequence[int | ir.SymbolicDim], strides: list[int]) -> ir.Value:

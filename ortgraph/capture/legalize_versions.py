@@ -19,6 +19,7 @@ from ortgraph.ops.builder import Builder
 
 logger = logging.getLogger(__name__)
 MIN_OPSET, MAX_OPSET, MAX_IR = 18, 21, 10
+_BATCH_NORM_OF_THREE = 14  # the opset from which BatchNormalization has three outputs, not five
 _EXPANDED = "ortgraph.expanded"  # domain of function bodies on their way to being inlined
 _UPDATE = f"export with opset_version={MAX_OPSET} or lower"
 
@@ -45,6 +46,8 @@ def convert_opset(model: ir.Model, opset: int | None) -> ir.Model:
             f"ONNX Runtime training up to {MAX_OPSET}",
             _UPDATE,
         )
+    if own < _BATCH_NORM_OF_THREE:
+        _drop_saved_statistics(model)
     target = opset if opset is not None else min(max(own, MIN_OPSET), MAX_OPSET)
     if own > target:
         _expand_newer(model, own, target)
@@ -52,6 +55,24 @@ def convert_opset(model: ir.Model, opset: int | None) -> ir.Model:
         model = _convert(model, own, target)
     model.ir_version = min(model.ir_version or MAX_IR, MAX_IR)
     return model
+
+
+def _drop_saved_statistics(model: ir.Model) -> None:
+    """Outputs 2 to 5 of an old BatchNormalization mark training mode; the converter refuses them, read or not.
+
+    Raises:
+        UnsupportedError: One of them is read.
+    """
+    for node in model.graph.all_nodes():
+        if node.op_type != "BatchNormalization" or node.domain not in ("", "ai.onnx") or len(node.outputs) == 1:
+            continue
+        read = next((o for o in node.outputs[1:] if is_used(o)), None)
+        if read is not None:
+            raise UnsupportedError(
+                f"node {node.name!r}: the statistics of BatchNormalization (%{read.name}) are read or are an output",
+                "leave that output out of the model",
+            )
+        node.resize_outputs(1)
 
 
 def _convert(model: ir.Model, own: int, target: int) -> ir.Model:

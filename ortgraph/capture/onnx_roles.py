@@ -68,6 +68,7 @@ _VECTORS: dict[str, tuple[int, ...]] = {  # inputs that hold a scale or a bias
     "InstanceNormalization": (1, 2),
     "LayerNormalization": (1, 2),
 }
+_STARTS: dict[str, tuple[int, ...]] = {"GRU": (5,), "LSTM": (5, 6), "RNN": (5,)}  # inputs that hold initial states
 _SCALING = ("Div", "Max", "Min", "Mul", "Pow", "Sub")
 _MASKING = ("Add", "Cast", "Expand", "Gather", "Max", "Min", "Reshape", "Slice", "Squeeze", "Sub", "Unsqueeze", "Where")
 
@@ -90,9 +91,10 @@ class Roles:
 def assign_roles(graph: ir.Graph, trainable: Sequence[str] | None, candidates: Collection[str]) -> Roles:
     """Split the float initializers into weights and buffers.
 
-    A weight is a float initializer that some node reads along a differentiable input. Numbers and masks are weights
-    only when named: exporters keep constants such as the 2 of a square, the scale of attention scores or a causal
-    mask there. Everything else (integers, shapes, bounds, scales) stays a constant of the graph.
+    A weight is a float initializer that some node reads along a differentiable input. Numbers, masks and initial
+    states are weights only when named: exporters keep constants such as the 2 of a square, the scale of attention
+    scores, a causal mask or the zeros that a recurrent layer starts from there. Everything else (integers, shapes,
+    bounds, scales) stays a constant of the graph.
 
     Args:
         graph: The forward graph, functions inlined.
@@ -114,7 +116,7 @@ def assign_roles(graph: ir.Graph, trainable: Sequence[str] | None, candidates: C
             or name not in candidates
         ):
             continue
-        (fixed if _is_number(value) or _is_mask(value) else weights).append(name)
+        (fixed if _is_number(value) or _is_mask(value) or _is_start(value) else weights).append(name)
     if trainable is None:
         _warn_of_merged(graph, weights)
         return Roles(tuple(weights), (), tuple(buffers))
@@ -151,6 +153,11 @@ def _is_mask(value: ir.Value) -> bool:
         return False
     numbers = value.const_value.numpy()
     return bool((np.abs(numbers) >= min(MASKED, float(ml_dtypes.finfo(numbers.dtype).max))).any())
+
+
+def _is_start(value: ir.Value) -> bool:
+    """An initial state of recurrent layers, read by nothing else: exporters write the zeros of a batch there."""
+    return all(use.idx in _STARTS.get(use.node.op_type, ()) for use in value.uses())
 
 
 def _warn_of_merged(graph: ir.Graph, trained: Collection[str]) -> None:
@@ -206,6 +213,8 @@ def _explain_miss(
         elif dtype is not None and not dtype.is_floating_point():
             logger.info("%s holds %s values and stays frozen", name, dtype.short_name())
         elif name in fixed:
-            warnings.warn(f"{name} is a number or a mask: it is trained only under its full name", stacklevel=5)
+            warnings.warn(
+                f"{name} is a number, a mask or an initial state: it is trained only under its full name", stacklevel=5
+            )
         else:
             warnings.warn(f"{name} is read by nothing that a gradient flows through: it is not trained", stacklevel=5)

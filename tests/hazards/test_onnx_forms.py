@@ -24,6 +24,14 @@ FORMS = {
     "pads of one axis": (
         "p = Constant<value_ints=[1,2]>() a = Constant<value_ints=[-1]>() y = Pad(t, p, , a)", lambda t: F.pad(t, (1, 2)),
     ),
+    "reflected pads": (
+        'p = Constant<value_ints=[2,1,1,3]>() y = Pad<mode="reflect">(t, p)',
+        lambda t: F.pad(t[None], (1, 3, 2, 1), mode="reflect")[0],
+    ),
+    "pads that repeat the edge, or cut": (
+        'p = Constant<value_ints=[2,-1]>() a = Constant<value_ints=[-1]>() y = Pad<mode="edge">(t, p, , a)',
+        lambda t: F.pad(t, (2, -1), mode="replicate"),
+    ),
     "a part that is not read": (
         "q, r, u = Split<axis=1>(t, sizes) y = Mul(q, u)", lambda t: t[:, :1] * t[:, 3:],
     ),

@@ -47,6 +47,16 @@ def run_graph(
     return dict(zip([o.name for o in session.get_outputs()], session.run(None, feeds), strict=True))
 
 
+def run_model(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Every output of a forward model on ONNX Runtime without its optimizers."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options)
+    return dict(zip([o.name for o in session.get_outputs()], session.run(None, feeds), strict=True))
+
+
 def _wide_tensor(tensor: onnx.TensorProto) -> onnx.TensorProto:
     array = onnx.numpy_helper.to_array(tensor)
     return onnx.numpy_helper.from_array(array.astype(np.float64) if array.dtype == np.float32 else array, tensor.name)
@@ -127,8 +137,8 @@ def check_model(
 
 @pytest.fixture
 def onnx_tools() -> types.SimpleNamespace:
-    """make_model, run_graph, central_differences, assert_close, check_model."""
+    """make_model, run_model, run_graph, central_differences, assert_close, check_model."""
     return types.SimpleNamespace(
-        make_model=make_model, run_graph=run_graph, central_differences=central_differences,
+        make_model=make_model, run_model=run_model, run_graph=run_graph, central_differences=central_differences,
         assert_close=assert_close, check_model=check_model,
     )  # fmt: skip

@@ -275,3 +275,22 @@ def test_a_type_that_older_opsets_do_not_know_names_the_operator(tmp_path):
     onnx.save(model, tmp_path / "low.onnx")
     with pytest.raises(UnsupportedError, match="operator Sin of opset 22 cannot be converted to opset 21"):
         from_onnx(tmp_path / "low.onnx", loss="loss", trainable=[])
+
+
+@pytest.mark.parametrize("opset", [9, 13])
+def test_old_batch_norms_name_outputs_that_only_mark_training(opset, onnx_tools):
+    body = "y{0} = BatchNormalization(t, a, b, mean, var) loss = ReduceMean<keepdims=0>(y) }}"
+    text = "g (float[3,2] x, float[2] p, float[2] a, float[2] b, float[2] mean, float[2] var) => (float loss) { t = Mul(x, p) "
+    weights = {n: np.array([0.5, 1.5], np.float32) for n in ("p", "a", "b", "mean", "var")}
+    batch = {"x": np.arange(6, dtype=np.float32).reshape(3, 2)}
+    graphs = []
+    for version, outputs in ((opset, ", m, v, saved, spread"), (17, "")):
+        model = onnx_tools.make_model(text + body.format(outputs), opset=version, **weights)
+        graphs.append(from_onnx(model, loss="loss"))
+    assert graphs[0].signature == graphs[1].signature
+    got, want = (onnx_tools.run_graph(g, batch) for g in graphs)
+    for name in want:
+        np.testing.assert_array_equal(got[name], want[name])
+    read = text.replace("float loss", "float loss, float[2] m") + body.format(", m, v, saved, spread")
+    with pytest.raises(UnsupportedError, match="statistics of BatchNormalization"):
+        from_onnx(onnx_tools.make_model(read, opset=opset, **weights), loss="loss")

@@ -101,7 +101,7 @@ def test_folded_masks_and_scales_train_only_when_named(onnx_tools):
     np.testing.assert_array_equal(graph.graph.initializers["mask"].const_value.numpy(), mask)
     named = from_onnx(model, "loss", ["w", "scale"]).signature.parameters
     assert [p.name for p in named if p.trainable] == ["w", "scale"]
-    with pytest.warns(UserWarning, match="mask is a number or a mask"):
+    with pytest.warns(UserWarning, match="mask is a number, a mask"):
         from_onnx(model, "loss", ["w", "ma*"])
 
 
