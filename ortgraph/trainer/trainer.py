@@ -14,6 +14,7 @@ from ortgraph.dynamo.ort_module import ORTModule
 from ortgraph.errors import InputError
 from ortgraph.graph import TrainingGraph
 from ortgraph.trainer.arguments import ORTOptimizerNames, ORTTrainingArguments, _Compiler
+from ortgraph.trainer.checkpoints import last_complete
 from ortgraph.trainer.loss_module import LossModule, loss_of_trainer
 from ortgraph.trainer.optimizers import optimizer_of
 from ortgraph.trainer.tasks import check_feature
@@ -72,12 +73,16 @@ class ORTTrainer(Trainer):
         if known is not model:
             made = {}
             self._modules_of = (model, made)
-        if kind not in made:
+        # why: bf16_full_eval casts the model in place; low weights are the graph's as they are
+        low = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
+        key = f"{kind} of low weights" if low else kind
+        if key not in made:
             options = self._options(training=kind != "evaluation")
-            made[kind] = (
+            options.update({"precision": "fp32"} if low else {})
+            made[key] = (
                 LossModule(model, loss_of_trainer(self), **options) if kind == "loss" else ORTModule(model, **options)
             )
-        return made[kind]
+        return made[key]
 
     def _options(self, training: bool) -> dict[str, Any]:
         args: Any = self.args
@@ -108,6 +113,12 @@ class ORTTrainer(Trainer):
     def _loss_in_graph(self) -> bool:
         own = type(self).compute_loss is ORTTrainer.compute_loss
         return own and getattr(self.args, "loss_in_graph", True)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As ``Trainer``'s; ``resume_from_checkpoint=True`` takes the last checkpoint that was written to its end."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_complete(self.args.output_dir) or True
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     # --- what Trainer asks ---------------------------------------------------------------------------------------
 
