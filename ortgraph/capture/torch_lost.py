@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,29 +25,30 @@ def watch_lost() -> Iterator[list[str]]:
     would be silently another.
     """
     lost: list[str] = []
-    function: Any = torch.autograd.Function
+    function: Any = torch.autograd.function
     tensor: Any = torch.Tensor
-    apply, register_hook = function.__dict__["apply"], tensor.register_hook
+    has_context, register_hook = function._is_setup_context_defined, tensor.register_hook
 
     def note(what: str) -> None:
         if what not in lost:
             lost.append(what)
 
-    def noted_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+    def noted_apply(setup_context: Any) -> bool:
+        cls = sys._getframe(1).f_locals["cls"]  # called by Function.apply: code may hold that under a name of its own
         if not cls.__name__.startswith(_OF_CUSTOM_OPERATOR):
             note(f"the backward of the autograd function {cls.__name__}")
-        return apply.__get__(None, cls)(*args, **kwargs)
+        return has_context(setup_context)
 
     def noted_hook(self: torch.Tensor, hook: Any) -> Any:
         note(f"the tensor hook {getattr(hook, '__qualname__', hook)}")
         return register_hook(self, hook)
 
-    function.apply = classmethod(noted_apply)
+    function._is_setup_context_defined = noted_apply
     tensor.register_hook = noted_hook
     try:
         yield lost
     finally:
-        function.apply = apply
+        function._is_setup_context_defined = has_context
         tensor.register_hook = register_hook
 
 
