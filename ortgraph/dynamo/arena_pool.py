@@ -1,9 +1,15 @@
-"""Memory that is lent as PyTorch tensors and comes back when the last of them is gone."""
+"""Memory that is lent as PyTorch tensors and comes back when the last of them is gone.
+
+All graphs of a process share it: the graphs of several shapes, of evaluation, or of a model that PyTorch traces twice do not
+run at the same time, so they need the memory of one.
+"""
 
 from __future__ import annotations
 
 import math
+import threading
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,36 +17,47 @@ import torch
 
 from ortgraph.runtime.arena import aligned_empty
 
-_KEPT = 4  # blocks that wait to be lent again: more are given back to the system
+_ARENAS = 2  # arenas that wait to be lent again: more are given back to the system
 # Smaller results come from PyTorch's allocator: the C library keeps their pages, where a larger one is mapped anew at each
 # call, and its pages are cleared by the kernel.
 _POOLED = 1 << 20
 
 
 class Pool:
-    """Blocks of one size. A block is in use for as long as a tensor over it lives, in autograd's hands or the user's.
+    """Blocks of memory. A block is in use for as long as a tensor over it lives, in autograd's hands or the user's.
 
     Args:
-        nbytes: Size of a block.
+        kept: Blocks that wait to be lent again at most.
     """
 
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
+    def __init__(self, kept: int) -> None:
+        self.kept = kept
         self._free: list[np.ndarray] = []
+        self._lock = threading.RLock()  # why: a block may come back within ``take``, by the garbage collector
 
-    def take(self) -> torch.Tensor:
+    def take(self, nbytes: int) -> torch.Tensor:
         """A uint8 tensor over a block at an aligned address; its bytes are whatever they were."""
-        try:
-            block = self._free.pop()
-        except IndexError:
-            block = aligned_empty(self.nbytes)
-        lent = block[:]
+        with self._lock:
+            fitting = [b for b in self._free if b.nbytes >= nbytes]
+            block = min(fitting, key=lambda b: b.nbytes, default=None)
+            if block is None:
+                self._free.clear()  # the new block serves whoever would have taken these
+            else:
+                self._free = [b for b in self._free if b is not block]
+        if block is None:
+            block = aligned_empty(nbytes)
+        lent = block[:nbytes]
         weakref.finalize(lent, self._give_back, block).atexit = False
         return torch.from_numpy(lent)
 
     def _give_back(self, block: np.ndarray) -> None:
-        if len(self._free) < _KEPT:
-            self._free.append(block)
+        with self._lock:
+            if len(self._free) < self.kept:
+                self._free.append(block)
+
+
+arenas = Pool(_ARENAS)
+_by_size: weakref.WeakValueDictionary[int, Pool] = weakref.WeakValueDictionary()
 
 
 class Results:
@@ -53,13 +70,17 @@ class Results:
     def __init__(self, types: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> None:
         self._types = tuple(types)
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in types]
-        self._pools = [Pool(n) if n >= _POOLED else None for n in sizes]
+        counts = Counter(n for n in sizes if n >= _POOLED)
+        pools = {n: _by_size.setdefault(n, Pool(0)) for n in counts}
+        for n, pool in pools.items():
+            pool.kept = max(pool.kept, counts[n])
+        self._pools = [(n, pools.get(n)) for n in sizes]
 
     def take(self) -> list[torch.Tensor]:
         """A tensor for each result, uninitialised."""
         return [
-            torch.empty(shape, dtype=dtype) if pool is None else _typed(pool.take(), shape, dtype)
-            for (shape, dtype), pool in zip(self._types, self._pools, strict=True)
+            torch.empty(shape, dtype=dtype) if pool is None else _typed(pool.take(n), shape, dtype)
+            for (shape, dtype), (n, pool) in zip(self._types, self._pools, strict=True)
         ]
 
 

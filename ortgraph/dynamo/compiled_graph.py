@@ -10,7 +10,7 @@ import onnx_ir as ir
 import torch
 
 from ortgraph.capture.torch_translate import DTYPES
-from ortgraph.dynamo.arena_pool import Pool, Results
+from ortgraph.dynamo.arena_pool import Results, arenas
 from ortgraph.dynamo.bound_half import BoundHalf, Name
 from ortgraph.dynamo.halves import Half, cut
 from ortgraph.dynamo.joint_graph import JointGraph
@@ -64,7 +64,7 @@ class CompiledGraph:
         self._values.update((v.name, v) for v in (*graph.graph.inputs, *graph.graph.outputs))
         tail = -(-self.arena_bytes // ALIGNMENT) * ALIGNMENT
         self._draw_at = tail
-        self._pool = Pool(tail + _DRAW)
+        self._arena_bytes = tail + _DRAW
         self._arguments = {n: i for i, n in enumerate(joint.primals) if n is not None}
         self._tangents = {n: i for i, n in enumerate(joint.tangents)}
         forward, backward = self.halves.forward, self.halves.backward
@@ -100,7 +100,7 @@ class CompiledGraph:
     @property
     def token_bytes(self) -> int:
         """Bytes of the tensor that stands for the saved values of one forward call."""
-        return self._pool.nbytes
+        return self._arena_bytes
 
     saved_types: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()  # all that is saved lies in the arena
 
@@ -118,7 +118,7 @@ class CompiledGraph:
         """
         for note, i in self._notes:
             check_indices(note, args[i].detach().numpy(), {}, note.input)
-        arena = self._pool.take()
+        arena = arenas.take(self._arena_bytes)
         base = arena.data_ptr()
         if self._joint.random is not None:
             arena[self._draw_at : self._draw_at + 16].view(torch.int64).copy_(random_key() if key is None else key)
@@ -138,7 +138,7 @@ class CompiledGraph:
         arena, saved, tangents = args[0], args[1:count], args[count:]
         if torch._C._autograd._get_current_graph_task_keep_graph() or arena.data_ptr() % ALIGNMENT:
             # why: the backward half writes over saved values that it needs no more
-            arena = self._pool.take().copy_(arena)
+            arena = arenas.take(self._arena_bytes).copy_(arena)
         tensors = [_dense(t) for t in (*saved, *(tangents[i] for i in self._backward_tangents))]
         tensors += self._memory_b.take()
         self._backward.run(arena.data_ptr(), [t.data_ptr() for t in tensors])
