@@ -77,7 +77,7 @@ def _check(graph: TrainingGraph) -> None:
 
 
 def _tensor(graph: TrainingGraph, name: str) -> onnx.TensorProto:
-    return onnx.numpy_helper.from_array(np.ascontiguousarray(graph.values[name]), name)
+    return onnx.numpy_helper.from_array(np.asarray(graph.values[name], order="C"), name)
 
 
 def training_model(graph: TrainingGraph) -> onnx.ModelProto:
