@@ -40,6 +40,7 @@ KINDS = frozenset(
     {"step", "accumulate", "backward", "gradients", "input_gradients", "loss"}
 )  # programs without model outputs
 _FLOAT = re.compile(r"(?<![\w.])\d+(?:\.\d+(?:e[-+]?\d+)?|e[-+]?\d+)(?![\w.])")
+_HEADING = re.compile(r"^function .*$", re.MULTILINE)
 _OTHER_FORMS = ("ortgraph.evaluation", "ortgraph.plan", "ortgraph.budget")
 
 
@@ -133,8 +134,9 @@ def stored_note(graph: TrainingGraph, key: str, kept_by: str) -> dict[str, Any] 
 
 
 def _identity(graph: TrainingGraph) -> str:
-    """A hash of the graph's text that a file keeps: ONNX holds float attributes in float32."""
+    """A hash of the graph's text that a file keeps: float attributes in float32, inputs of functions without types."""
     text = _FLOAT.sub(lambda found: str(np.float32(found[0])), to_text(graph, provenance=False))
+    text = _HEADING.sub(lambda found: re.sub(r" [^ ,)]*\[[^\]]*\]", "", found[0]), text)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

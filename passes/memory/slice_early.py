@@ -41,9 +41,10 @@ class SliceEarly(GraphPass):
         changes = Changes()
         before = tuple(graph.graph)
         live = Liveness(graph.graph)
-        follow: dict[ir.Node, list[ir.Node]] = {}
+        settled: dict[ir.Node, int] = {}
         for storage in live.storages():
-            self._parts(live, storage, follow, changes)
+            self._parts(live, storage, settled, changes)
+        follow = _places(live, settled)
         after = _order(before, follow)
         moved = sum(a is not b for a, b in zip(before, after, strict=True))
         if not moved:
@@ -54,11 +55,11 @@ class SliceEarly(GraphPass):
             return changes
         graph.graph.remove(after)
         graph.graph.extend(after)
-        changes.counts["moved"] = sum(len(nodes) for nodes in follow.values())
+        changes.counts["moved"] = len(settled)
         return changes
 
-    def _parts(self, live: Liveness, storage: ir.Value, follow: dict[ir.Node, list[ir.Node]], changes: Changes) -> None:
-        """Note behind which node the parts of one value are to come."""
+    def _parts(self, live: Liveness, storage: ir.Value, found: dict[ir.Node, int], changes: Changes) -> None:
+        """Note behind which step the parts of one value are to come."""
         if any(v in live.wanted for v in live.members(storage)):
             return
         steps = live.reading_steps(storage)
@@ -74,9 +75,18 @@ class SliceEarly(GraphPass):
         if sum(s for s in sizes if s is not None) > self.most * whole:
             changes.refusals.append(Refusal(late[0].name or "", f"the parts take more than {self.most} of the whole"))
             return
-        for node in late:
-            made = (live.position.get(v.producer(), -1) for v in values_read(node))  # type: ignore[arg-type]
-            follow.setdefault(live.order[max(settled, *made)], []).append(node)
+        found.update(dict.fromkeys(late, settled))
+
+
+def _places(live: Liveness, settled: dict[ir.Node, int]) -> dict[ir.Node, list[ir.Node]]:
+    """Behind which node that stays each part comes: what it reads may be a part, too, and is made where that comes."""
+    place: dict[ir.Node, int] = {}
+    follow: dict[ir.Node, list[ir.Node]] = {}
+    for node in sorted(settled, key=live.position.__getitem__):
+        makers = [live.order[settled[node]], *(v.producer() for v in values_read(node))]
+        place[node] = max(place.get(m, live.position.get(m, -1)) for m in makers)  # type: ignore[arg-type, call-overload]
+        follow.setdefault(live.order[place[node]], []).append(node)
+    return follow
 
 
 def _is_part(live: Liveness, node: ir.Node, storage: ir.Value) -> bool:
