@@ -31,13 +31,17 @@ def parse_overrides(overrides: Overrides | None) -> dict[str, tuple[str, ...]]:
         overrides: ``{"keep": ["layer.3.*", "Gelu"]}``, or ``"keep=layer.3.*|Gelu;low=Softmax"``.
 
     Raises:
-        InputError: Another key, or a pattern that a pipeline's text cannot hold.
+        InputError: Another key, a key twice, or a pattern that a pipeline's text cannot hold.
     """
     if overrides is None:
         return {}
     if isinstance(overrides, str):
         parts = [part.partition("=") for part in overrides.split(";") if part.strip()]
-        overrides = {key.strip(): value for key, _, value in parts}
+        keys = [key.strip() for key, _, _ in parts]
+        twice = next((key for key in keys if keys.count(key) > 1), None)
+        if twice is not None:
+            raise InputError(f"precision overrides: {twice}= stands twice", f"{twice}=PATTERN|PATTERN")
+        overrides = {key: value for key, (_, _, value) in zip(keys, parts, strict=True)}
     found: dict[str, tuple[str, ...]] = {}
     for key, value in overrides.items():
         if key not in _KEYS:

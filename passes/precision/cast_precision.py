@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import ClassVar
 
 import onnx_ir as ir
@@ -14,10 +15,11 @@ from ortgraph.ops.builder import Builder
 from ortgraph.ops.shapes import operator
 from ortgraph.ops.spec import spec_of
 from ortgraph.passes.precision.assign import PRODUCTS, Assignment, low_operands
-from ortgraph.passes.precision.policy import FOLLOW, KEEP, MOVE, RUN, Policy
+from ortgraph.passes.precision.policy import FOLLOW, KEEP, MOVE, RUN, Policy, matching
 from ortgraph.passes.precision.products import build_product
 from ortgraph.runtime.inference_export import keep_evaluation_form
 
+logger = logging.getLogger(__name__)
 _FLOAT = ir.DataType.FLOAT
 
 
@@ -60,7 +62,7 @@ class CastPrecision(GraphPass):
         policy = Policy.of(self.precision, self.keep, self.low)
         keep_evaluation_form(graph)  # why here: evaluation and exported models are float32
         assignment = Assignment(graph, policy)
-        changes = Changes(refusals=_kept(assignment))
+        changes = Changes(refusals=[*self._unmatched(graph), *_kept(assignment)])
         rewrite = _Rewrite(graph, assignment, changes)
         changes.counts["casts-unshared"] = sum(map(_around, assignment.low_nodes()))
         for node in assignment.nodes:
@@ -68,6 +70,16 @@ class CastPrecision(GraphPass):
         metadata = {**graph.signature.metadata, "precision": self.precision}
         graph.signature = graph.signature.replace(metadata=metadata)
         return changes
+
+    def _unmatched(self, graph: TrainingGraph) -> list[Refusal]:
+        """Overrides that change nothing, which are typing errors, or operators that a fusion has taken in."""
+        found = []
+        for key, pattern in (*(("keep", p) for p in self.keep), *(("low", p) for p in self.low)):
+            if all(matching(node, (pattern,)) is None for node in graph.graph):
+                why = f"{key}={pattern} names no operator and no module of the graph"
+                logger.warning("cast-precision: %s", why)
+                found.append(Refusal("", why))
+        return found
 
 
 def _around(node: ir.Node) -> int:

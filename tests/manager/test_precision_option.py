@@ -18,7 +18,8 @@ def test_text_and_mapping_mean_the_same():
 
 
 @pytest.mark.parametrize(
-    "bad", ["high=Gelu", "keep", "keep=", "keep=a b", "keep=a{b}", {"keep": ["a,b"]}, {"keep": []}]
+    "bad",
+    ["high=Gelu", "keep=Gelu;keep=Add", "keep", "keep=", "keep=a b", "keep=a{b}", {"keep": ["a,b"]}, {"keep": []}],
 )
 def test_other_overrides_are_refused(bad):
     with pytest.raises(InputError, match="precision overrides"):

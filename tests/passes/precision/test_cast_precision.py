@@ -215,6 +215,13 @@ def test_gemm_with_a_bias_of_another_shape(tools):
 # -- options ------------------------------------------------------------------------------------------------------
 
 
+def test_an_override_that_names_nothing_is_told(samples, tools, caplog):
+    _, record = tools.cast(tools.optimized(samples("bert")[1]), "cast-precision{keep=layer.0.*|layr.1.* low=Geluu}")
+    said = [r.reason for r in record.refusals if "names no" in r.reason]
+    assert said == [f"{p} names no operator and no module of the graph" for p in ("keep=layr.1.*", "low=Geluu")]
+    assert all(reason in caplog.text for reason in said)
+
+
 def test_keep_leaves_a_layer_in_float32(samples, tools):
     graph, record = tools.cast(tools.optimized(samples("bert")[1]), "cast-precision{keep=layer.0.*|Gelu}")
     for node in products(graph):
