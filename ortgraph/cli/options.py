@@ -6,6 +6,7 @@ import difflib
 import os
 import pathlib
 import re
+import zipfile
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -132,6 +133,8 @@ def check_output(
     Raises:
         InputError: Says which of these it is.
     """
+    if not path.name:
+        raise InputError("the output has no name", f"-o OUT{suffix}")
     if path.suffix != suffix:
         raise InputError(f"{path}: the output is a {suffix} file", f"-o {path.with_suffix(suffix)}")
     if path.is_dir():
@@ -233,7 +236,7 @@ def batch_of(graph: TrainingGraph, sizes: Mapping[str, int], path: pathlib.Path 
     try:
         with np.load(path, allow_pickle=False) as stored:
             batch = {name: stored[name] for name in stored.files}
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, zipfile.BadZipFile) as error:
         raise InputError(
             f"{path}: not a readable .npz file ({error})", "numpy.savez(path, **batch) writes one"
         ) from error

@@ -65,13 +65,13 @@ def run(
         reorder=not keep_order, bound=bound, sweep=sweep, points=points, max_batch=max_batch, memory=memory, dim=dim,
         overhead=overhead, measure=measure, threads=threads,
     )  # fmt: skip
+    graph = options.read_graph(out, path)
+    _ = graph.stage  # a file without signature is refused here
     inputs = [path, path.with_suffix(".safetensors")]
     if output is not None:
         options.check_output(output, inputs, suffix=".onnx", force=force)
     if report is not None:
         options.check_output(report, inputs, suffix=".html", force=force)
-    graph = options.read_graph(out, path)
-    _ = graph.stage  # a file without signature is refused here
     options.named_sizes(graph, request.sizes)
     views = make_views(out, graph, request)
     show(out, path, views)

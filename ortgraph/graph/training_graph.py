@@ -124,7 +124,8 @@ def load(path: str | os.PathLike[str]) -> TrainingGraph:
     The values of a graph with a signature come from the ``.safetensors`` beside the file when there is one.
 
     Raises:
-        InputError: The file is missing, is not ONNX, or its values do not fit.
+        InputError: The file is missing, is not ONNX, or its values (in the .safetensors, or in files that the
+            model names) are not whole or do not fit.
     """
     path = pathlib.Path(path)
     if not path.is_file():
@@ -139,11 +140,31 @@ def load(path: str | os.PathLike[str]) -> TrainingGraph:
         raise InputError(
             f"{path}: not a readable ONNX model ({error})", "give a file written by an ONNX exporter"
         ) from error
+    _check_external(path, model)
     graph = TrainingGraph(model)
     weights = path.with_suffix(".safetensors")
     if graph.has_signature and weights.is_file():
         graph.values.update(_read_values(weights, graph._input_names()))
     return graph
+
+
+def _check_external(path: pathlib.Path, model: ir.Model) -> None:
+    """Tensors in other files are read when they are needed: say here what would fail then."""
+    attributes = (a for node in model.graph.all_nodes() for a in node.attributes.values() if not a.is_ref())
+    tensors = [a.value for a in attributes if a.type == ir.AttributeType.TENSOR]
+    tensors += [value.const_value for graph in model.graphs() for value in graph.initializers.values()]
+    for tensor in tensors:
+        if not isinstance(tensor, ir.ExternalTensor):
+            continue
+        data = pathlib.Path(tensor.path)
+        if ".." in pathlib.PurePath(tensor.location).parts or pathlib.PurePath(tensor.location).is_absolute():
+            raise InputError(
+                f"{path}: values of {tensor.name} are outside of its folder ({data})", "save the model anew"
+            )
+        end = (tensor.offset or 0) + tensor.nbytes
+        if not data.is_file() or data.stat().st_size < end:
+            what = "is shorter than its tensors" if data.is_file() else "is missing"
+            raise InputError(f"{path}: {data}, which holds values of {tensor.name}, {what}", "copy both files again")
 
 
 def _read_values(path: pathlib.Path, inputs: set[str]) -> dict[str, np.ndarray]:

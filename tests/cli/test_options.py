@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 
 import numpy as np
 import pytest
@@ -105,6 +106,10 @@ class TestOutputPath:
             options.check_output(tmp_path / name, [], suffix=".onnx")
 
     @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+    def test_an_empty_name(self):
+        with pytest.raises(InputError, match="has no name"):
+            options.check_output(pathlib.Path(""), [], suffix=".onnx")
+
     def test_a_folder_without_permission(self, tmp_path):
         tmp_path.chmod(0o500)
         with pytest.raises(InputError, match="permission"):
@@ -118,6 +123,9 @@ def test_batch_file(tmp_path, linear_graph):
     np.testing.assert_array_equal(options.batch_of(linear_graph, {}, path)["x"], x)
     np.savez(path, z=x)
     with pytest.raises(InputError, match="no array 'x'"):
+        options.batch_of(linear_graph, {}, path)
+    path.write_bytes(path.read_bytes()[:-30])
+    with pytest.raises(InputError, match="not a readable"):
         options.batch_of(linear_graph, {}, path)
     path.write_text("no zip")
     with pytest.raises(InputError, match="not a readable"):

@@ -218,6 +218,11 @@ def test_mistakes_have_one_message(cli, step_file, tmp_path, words, code, messag
     assert not list(tmp_path.iterdir())
 
 
+def test_an_empty_name_is_no_file(cli):
+    ran = cli("plan", "")
+    assert ran.code == 2 and "is a folder, not an .onnx file" in ran.err
+
+
 def test_symbolic_shapes_need_sizes(cli, free_file):
     ran = cli("plan", free_file)
     assert ran.code == 2 and "batch is symbolic" in ran.err and "--shapes" in ran.err

@@ -212,3 +212,32 @@ def test_a_model_without_signature_leaves_the_file_beside_it_alone(tmp_path):
     onnx.save(onnx.helper.make_model(graph), tmp_path / "model.onnx")
     safetensors.numpy.save_file({"weight": np.zeros(2, np.float32)}, tmp_path / "model.safetensors")
     assert load(tmp_path / "model.onnx").values == {}
+
+
+@pytest.mark.parametrize("place", ["initializer", "attribute", "branch"])
+@pytest.mark.parametrize("damage", ["missing", "shorter", "outside"])
+def test_values_in_other_files_are_checked(tmp_path, place, damage):
+    """They are read late: without a check the first reader would fail, far from here."""
+    stored = onnx.numpy_helper.from_array(np.arange(6, dtype=np.float32), "w")
+    made = onnx.helper.make_tensor_value_info("y", 1, None)
+    constant = onnx.helper.make_node("Constant", [], ["y"], value=stored)
+    if place == "initializer":
+        graph = onnx.helper.make_graph([onnx.helper.make_node("Neg", ["w"], ["y"])], "g", [], [made], [stored])
+    elif place == "attribute":
+        graph = onnx.helper.make_graph([constant], "g", [], [made])
+    else:
+        branch = onnx.helper.make_graph([constant], "b", [], [made])
+        node = onnx.helper.make_node("If", ["c"], ["y"], then_branch=branch, else_branch=branch)
+        graph = onnx.helper.make_graph([node], "g", [onnx.helper.make_tensor_value_info("c", 9, [])], [made])
+    path, data = tmp_path / "m.onnx", tmp_path / "m.data"
+    model = onnx.helper.make_model(graph)
+    onnx.save(model, path, save_as_external_data=True, location="m.data", size_threshold=0, convert_attribute=True)
+    load(path)
+    if damage == "missing":
+        data.unlink()
+    elif damage == "shorter":
+        data.write_bytes(data.read_bytes()[:-4])
+    else:
+        path.write_bytes(path.read_bytes().replace(b"m.data", b"../m.d"))
+    with pytest.raises(InputError, match=damage):
+        load(path)
