@@ -28,10 +28,13 @@ class Pool:
 
     Args:
         kept: Blocks that wait to be lent again at most.
+
+    Attributes:
+        lent: Blocks in use.
     """
 
     def __init__(self, kept: int) -> None:
-        self.kept = kept
+        self.kept, self.lent = kept, 0
         self._free: list[np.ndarray] = []
         self._lock = threading.RLock()  # why: a block may come back within ``take``, by the garbage collector
 
@@ -44,6 +47,7 @@ class Pool:
                 self._free.clear()  # the new block serves whoever would have taken these
             else:
                 self._free = [b for b in self._free if b is not block]
+            self.lent += 1
         if block is None:
             block = aligned_empty(nbytes)
         lent = block[:nbytes]
@@ -52,6 +56,7 @@ class Pool:
 
     def _give_back(self, block: np.ndarray) -> None:
         with self._lock:
+            self.lent -= 1
             if len(self._free) < self.kept:
                 self._free.append(block)
 
@@ -79,11 +84,12 @@ class Results:
     def take(self) -> list[torch.Tensor]:
         """A tensor for each result, uninitialised."""
         return [
-            torch.empty(shape, dtype=dtype) if pool is None else _typed(pool.take(n), shape, dtype)
+            torch.empty(shape, dtype=dtype) if pool is None else typed(pool.take(n), shape, dtype)
             for (shape, dtype), (n, pool) in zip(self._types, self._pools, strict=True)
         ]
 
 
-def _typed(block: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor over the block's memory; no view, which users could not write into when a function returns it."""
-    return torch.empty(0, dtype=dtype).set_(block.untyped_storage(), 0, shape)  # type: ignore[call-overload]
+def typed(block: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
+    """A tensor over a block's memory from a byte on; no view, which users could not write into when a function returns it."""
+    storage = block.untyped_storage()
+    return torch.empty(0, dtype=dtype).set_(storage, offset // dtype.itemsize, shape)  # type: ignore[call-overload]

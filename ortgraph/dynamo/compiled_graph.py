@@ -10,7 +10,7 @@ import onnx_ir as ir
 import torch
 
 from ortgraph.capture.torch_translate import DTYPES
-from ortgraph.dynamo.arena_pool import Results, arenas
+from ortgraph.dynamo.arena_pool import Results, arenas, typed
 from ortgraph.dynamo.bound_half import BoundHalf, Name
 from ortgraph.dynamo.halves import Half, cut
 from ortgraph.dynamo.joint_graph import JointGraph
@@ -30,6 +30,7 @@ class Result:
     Attributes:
         own: Under which name it has memory of its own; None where it is a copy.
         copy_of: Where its bytes are, when it is no value with memory of its own.
+        offset: Where it lies in the arena, when it is handed out there.
         constant: Its value, when it is the same in every run.
     """
 
@@ -38,6 +39,7 @@ class Result:
     own: Source | None = None
     copy_of: Source | None = None
     constant: torch.Tensor | None = None
+    offset: int | None = None
 
 
 class CompiledGraph:
@@ -56,7 +58,7 @@ class CompiledGraph:
     """
 
     def __init__(self, joint: JointGraph, graph: TrainingGraph, threads: int | None) -> None:
-        self._joint = joint
+        self._joint, self.in_arena = joint, joint.in_arena
         self.halves, sessions = cut(joint, graph, threads)
         placement = self.halves.placement
         self.arena_bytes = placement.solution.arena_bytes
@@ -157,6 +159,8 @@ class CompiledGraph:
             return sources[result.own]
         if result.constant is not None:
             return result.constant.clone()
+        if result.offset is not None:
+            return typed(arena, result.shape, result.dtype, result.offset)
         assert result.copy_of is not None
         kind, at = result.copy_of
         if kind != "arena":
@@ -239,7 +243,10 @@ def _results(names: Sequence[Any], compiled: CompiledGraph, kind: str, half: Hal
             continue
         source = compiled.source_of(value)
         root = compiled.halves.storage[name].name or ""
-        if name in computed and source == (kind, i) and root not in owned:
+        if name in compiled.in_arena and source[0] == "arena" and root not in owned:
+            owned.add(root)
+            made.append(Result(shape, dtype, offset=source[1]))
+        elif name in computed and source == (kind, i) and root not in owned:
             owned.add(root)
             made.append(Result(shape, dtype, own=source))
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import onnx_ir as ir
 
@@ -64,7 +64,7 @@ def cut(joint: JointGraph, graph: TrainingGraph, threads: int | None) -> tuple[H
     ordered = [*first, *(n for n in order if n not in first)]
     shared = True
     while True:
-        halves = _placed(graph, ordered, len(first), results, gradients, shared)
+        halves = _placed(graph, ordered, len(first), results, gradients, shared, joint.in_arena)
         sessions = [
             make_session(h.name, graph.model, h.order, h.inputs, h.computed, threads, alternate=True)
             for h in (halves.forward, halves.backward)
@@ -100,12 +100,13 @@ def _placed(
     results: Sequence[ir.Value],
     gradients: Sequence[ir.Value],
     shared: bool,
+    inside: Collection[str],
 ) -> Halves:
     g = graph.graph
     live = Liveness(g, ordered, [*results, *gradients])
     early = set(ordered[:count])
     # a gradient whose memory is written by the forward half is saved like any other value, and copied
-    outside = [v for v in results if _computed(v)]
+    outside = [v for v in results if _computed(v) and v.name not in inside]
     outside += [v for v in gradients if _computed(v) and live.storage(v).producer() not in early]
     placement = place_values(g, ordered, [*results, *gradients], (), shared=shared, outside=outside)
     first, second = ordered[:count], ordered[count:]

@@ -51,6 +51,7 @@ class JointGraph:
         strides: Of each forward result that is not row-major in PyTorch.
         random: Graph inputs with the random key and the step, when the graph draws.
         notes: Arguments that are read as indices.
+        in_arena: Outputs that are handed out where the plan puts them, in the arena; all others have memory of their own.
     """
 
     graph: TrainingGraph
@@ -61,6 +62,7 @@ class JointGraph:
     strides: Mapping[int, tuple[int, ...]]
     random: tuple[str, str] | None
     notes: tuple[IndexNote, ...]
+    in_arena: frozenset[str] = frozenset()
 
 
 def arguments_of(graph_module: GraphModule) -> tuple[Argument, ...]:

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
+from ortgraph.dynamo.arena_pool import arenas
 from ortgraph.dynamo.compiled_graph import CompiledGraph, Result, random_key
 from ortgraph.dynamo.joint_graph import JointGraph
 
 _OUTSTANDING = 2  # forward calls that may wait for their backward with gradients at hand
+_LENT = 4  # arenas in use, with gradients in them, before gradients get memory of their own
 _TOKEN = 24  # bytes: random key and step, loss gradient; an arena has more
 
 
@@ -21,8 +23,9 @@ def whole(joint: JointGraph) -> JointGraph:
     assert seed is not None and set(joint.tangents) == {seed}
     gradients = [g for g in joint.gradients if g is not None]
     return dataclasses.replace(
-        joint, primals=(*joint.primals, seed), tangents=(), outputs=(*joint.outputs, *gradients), gradients=()
-    )
+        joint, primals=(*joint.primals, seed), tangents=(), outputs=(*joint.outputs, *gradients), gradients=(),
+        in_arena=frozenset(gradients),
+    )  # fmt: skip
 
 
 class OneRun:
@@ -32,6 +35,9 @@ class OneRun:
     where another one comes, gradients are multiplied by the ratio. Two things need the halves, which are compiled when they
     are met: a gradient for another result (the forward half runs again, on saved arguments and the same random key), and
     forward calls without backward. A caller that needed them once for another result gets them from then on.
+
+    Gradients lie where the plan puts them, in the arena of the run, in which activations lay before; it is lent until the last
+    gradient is gone.
 
     ``forward`` and ``backward`` are as those of ``CompiledGraph``; what is saved is a token (or an arena), then
     arguments, results and gradients; what a call does not save is an empty tensor.
@@ -90,9 +96,12 @@ class OneRun:
         if key is not None:
             token[:16].view(torch.int64).copy_(key)
         token[16:].view(torch.float64).fill_(self._factor)
+        gradients = made[self._count :]
+        if arenas.lent > _LENT:  # why: whoever keeps one gradient of each step keeps the memory of all
+            gradients = [g.clone() for g in gradients]
         kept = [args[i] if self._others else self._empty for i in self.saved_args]
         nothing = [self._empty] * len(self.saved_results)
-        return [*made[: self._count], token, *kept, *nothing, *made[self._count :]]
+        return [*made[: self._count], token, *kept, *nothing, *gradients]
 
     def backward(self, args: list[Any]) -> list[Any]:
         """Gradients by argument. See ``CompiledGraph.backward``."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import ortgraph
+from ortgraph.dynamo import one_run
 from ortgraph.dynamo.one_run import OneRun
 
 F = nn.functional
@@ -169,3 +170,19 @@ def test_batch_norm_and_frozen_parameters(batch):
 def test_halves_are_kept_for_float16(made, batch):
     ortgraph.ORTModule(Classifier(scores=False), pipeline="O1", precision="fp16")(*batch).backward()
     assert not made
+
+
+def test_one_kept_gradient_of_each_step_keeps_no_arena(batch):
+    one, two = pair(Classifier(scores=False))
+    kept, expected = [], []
+    for _ in range(one_run._LENT + 3):
+        for module, found in ((one, kept), (two, expected)):
+            module.zero_grad()
+            torch.manual_seed(1)
+            module(*batch).backward()
+            found.append(module.head.bias.grad)
+    assert_same(kept, expected)
+    sizes = [g.untyped_storage().nbytes() for g in kept]
+    assert sizes[0] > sizes[-1] == kept[-1].nbytes
+    kept[0].zero_()
+    assert torch.equal(kept[1], kept[2])
