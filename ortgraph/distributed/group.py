@@ -162,7 +162,8 @@ class Group:
         other = next((rank for rank, row in enumerate(told) if row != told[0]), None)
         if other is not None:
             raise DistributedError(
-                f"rank {other} has another {what} than rank 0", "give all ranks the same module, options and package"
+                f"rank {other} differs from rank 0 in its {what}",
+                "give all ranks the same module, options, values and package",
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import os
@@ -75,6 +76,7 @@ class DistributedSession(TrainingSession):
         others = [a for n, a in self._memory.persistent.items() if n not in self.gradient_buckets.views]
         group.take_first(others, "values of rank 0")
         self._mix_keys(self._memory.persistent)
+        self._loaded = False
         self._micro_batches: list[float | None] = []  # items of those that wait for an update
         self._seconds: deque[tuple[float, float]] = deque(maxlen=_TIMED)
 
@@ -167,9 +169,11 @@ class DistributedSession(TrainingSession):
         weight = 1.0 if not parts or parts[-1] is None else parts[-1]
         weighted = 0.0 if weight == 0 else weight * loss
         rate = self.learning_rate if self.has_optimizer else 0.0
-        told = self.group.meet(
-            "a step", failure, weighted, weight, len(parts), len(given), float(sum(given)), rate, self.steps
-        )
+        numbers = (weighted, weight, len(parts), len(given), float(sum(given)), rate, self.steps, self._loaded)
+        told = self.group.meet("a step", failure, *map(float, numbers))
+        if any(row[7] for row in told):
+            self.group.same("parameters and states (loaded before this step)", self._fingerprint())
+            self._loaded = False
         for i, what in ((2, "micro-batches"), (5, "the learning rate"), (6, "the number of steps")):
             values = [row[i] for row in told]
             if len(set(values)) > 1:
@@ -205,22 +209,51 @@ class DistributedSession(TrainingSession):
     def load_optimizer_state_dict(self, state: Mapping[str, object]) -> None:
         super().load_optimizer_state_dict(state)
         self._mix_keys(self._memory.persistent)
+        self._loaded = True
 
-    def save_checkpoint(self, folder: str | os.PathLike[str]) -> pathlib.Path:
+    def load_state_dict(self, *args: Any, **options: Any) -> None:
+        """As of ``TrainingSession``, the same values in all processes: the next step compares them."""
+        super().load_state_dict(*args, **options)
+        self._loaded = True
+
+    def load_torch_state_dict(self, *args: Any, **options: Any) -> None:
+        """As of ``TrainingSession``, the same values in all processes: the next step compares them."""
+        super().load_torch_state_dict(*args, **options)
+        self._loaded = True
+
+    def load_hugging_face(self, *args: Any, **options: Any) -> dict[str, Any]:
+        """As of ``TrainingSession``, the same folder in all processes: the next step compares values."""
+        found = super().load_hugging_face(*args, **options)
+        self._loaded = True
+        return found
+
+    def _fingerprint(self) -> str:
+        """A hash of what has to be the same in all processes: parameters and states of the optimizer."""
+        own = ("random_key", "random_step")
+        names = [p.name for p in self.signature.parameters]
+        names += [s.input for s in self.signature.states if s.kind not in own]
+        digest = hashlib.sha256()
+        for name in names:
+            digest.update(self._memory.persistent[name].tobytes())
+        return digest.hexdigest()
+
+    def save_checkpoint(self, folder: str | os.PathLike[str], position: Any = None) -> pathlib.Path:
         """Written by rank 0; all return when it is there. Between ``accumulate`` and ``step`` there is none."""
         with self.group.together("saving a checkpoint"):
             if self._micro_batches:
                 raise InputError("micro-batches wait for their step: each process has its own sum", "save after step")
             if self.group.rank == 0:
-                super().save_checkpoint(folder)
+                super().save_checkpoint(folder, position)
         return pathlib.Path(folder)
 
-    def load_checkpoint(self, folder: str | os.PathLike[str]) -> None:
+    def load_checkpoint(self, folder: str | os.PathLike[str], strict: bool = True) -> Any:
         """As of ``TrainingSession``, by all processes; it may be one of another number of processes, or of one."""
         with self.group.together("loading a checkpoint"):
-            super().load_checkpoint(folder)
+            position = super().load_checkpoint(folder, strict)
         self._mix_keys(self._memory.persistent)
         self._start_over()
+        self._loaded = True
+        return position
 
     # -- figures ------------------------------------------------------------------------------------------------
 

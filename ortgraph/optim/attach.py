@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import onnx_ir as ir
 
@@ -90,7 +91,7 @@ class _Attach:
         if policy is not None:
             scale, scaled = scale_backward(frame)
         gradients = {p.name: scaled_gradient(frame.outputs[p.gradient or ""], scaled) for p in parameters}
-        roles: dict[str, dict[str, str]] = {}
+        roles: dict[str, dict[str, Any]] = {}
         if self.distributed:
             roles = {p.name: self._reduced(p, gradients) for p in parameters}
         elif self.accumulation_steps > 1:

@@ -111,6 +111,12 @@ def main() -> None:
     found["failed capture"] = fails(lambda: ortgraph.distributed.compile(Broken(), part(batch(0)), adam, group))
     found["another rate"] = fails(lambda: session.step(part(batch(8)), learning_rate=0.1 * (1 + RANK)))
 
+    values = session.state_dict()
+    session.load_state_dict({k: v + RANK for k, v in values.items()})
+    found["other values"] = fails(lambda: session.step(part(batch(8)), learning_rate=1e-2))
+    session.load_state_dict(values)
+    session.step(part(batch(8)), learning_rate=1e-2)
+
     graph = ortgraph.distributed.optimize(captured(ROWS), group, "O2", adam)
     items = DistributedSession(graph, group, threads=1)
     data = {i: part(batch(i, ignored=True)) for i in range(STEPS)}

@@ -94,12 +94,22 @@ def test_what_differs_is_said(ranks: Any) -> None:
     assert "processes disagree on the learning rate: [0.1" in ranks[0]["another rate"]
 
 
-def test_one_process_alone(scenario: Any) -> None:
+def test_values_that_differ_after_loading(ranks: Any) -> None:
+    for rank in ranks:
+        assert "rank 1 differs from rank 0 in its parameters and states" in rank["other values"]
+
+
+def test_one_process_alone(scenario: Any, tmp_path: Any) -> None:
     """A group of one: the two programs do what the one program of a step does; a plain session refuses the graph."""
     adam = ortgraph.optim.AdamW(lr=1e-2, max_grad_norm=0.05, no_decay=("*.bias",))
     graph = ortgraph.optimize(scenario.captured(2 * scenario.ROWS), "O2", optimizer=adam, distributed=True).graph
     session = DistributedSession(graph, Group(), threads=1)
-    same(scenario.trained(session, scenario.batch), scenario.trained(one(scenario), scenario.batch))
+    plain = one(scenario)
+    same(scenario.trained(session, scenario.batch), scenario.trained(plain, scenario.batch))
+    for source, target in ((session, plain), (plain, session)):  # each reads the other's checkpoints
+        target.load_checkpoint(source.save_checkpoint(tmp_path / type(source).__name__))
+        same(state := scenario.state(target), scenario.state(source))
+        assert state["step"] == scenario.STEPS
     with pytest.raises(InputError, match="DistributedSession"):
         ortgraph.TrainingSession(graph).step(scenario.batch(0))
     with pytest.raises(InputError, match="distributed=True"):
