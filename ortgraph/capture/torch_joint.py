@@ -10,14 +10,14 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from ortgraph.capture.torch_lost import refuse_full_dropout, refuse_parameter_hooks, watch_lost
-from ortgraph.capture.torch_source import user_frame, user_path
+from ortgraph.capture.torch_source import running_module, user_frame, user_path
 from ortgraph.errors import CaptureError, OrtgraphError, UnsupportedError
 
 _DIMENSION = re.compile(r"L\['tensors'\]\[(\d+)\]\.size\(\)\[(\d+)\]")
@@ -87,14 +87,18 @@ def trace_joint(
     """
     refuse_parameter_hooks(module)
     refuse_full_dropout(module)
+    _refuse_sparse({**dict(module.named_parameters()), **dict(module.named_buffers())}, zip(names, args, strict=True))
     dims = tuple({d: torch.export.Dim.DYNAMIC for d in sorted(axes)} or None for axes in dynamic)
     try:
-        with _tracing(), watch_lost() as lost:
+        with _tracing(), watch_lost(module) as lost:
             program = torch.export.export(module, args, strict=False, dynamic_shapes=(dims,) if any(dims) else None)
+    except UnsupportedError as error:  # of a substitute
+        path, place = _running(error, module)
+        raise UnsupportedError(f"{error.what} (module {path or '<root>'}, {place})", error.hint) from error
     except OrtgraphError:
         raise
     except Exception as error:  # noqa: BLE001 - torch.export raises many types; each becomes one sentence
-        raise _refusal(error, "torch.export", names) from error
+        raise _refusal(error, "torch.export", names, module) from error
     exported = program.module(check_guards=False)
     constants = _constants_to_buffers(exported, set(program.graph_signature.buffers))
     # where export lost a backward, AOTAutograd traces the module itself: autograd then runs what the user wrote
@@ -105,7 +109,7 @@ def trace_joint(
     except Exception as error:  # noqa: BLE001 - as above
         if lost:
             raise _lost(error, lost) from error
-        raise _refusal(error, "AOTAutograd", names) from error
+        raise _refusal(error, "AOTAutograd", names, module) from error
     uppers = {str(symbol): bounds.upper for symbol, bounds in program.range_constraints.items()}
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     output = graph_module.graph.output_node()
@@ -118,6 +122,13 @@ def trace_joint(
         constants,
         {symbol: int(upper) for symbol, upper in uppers.items() if getattr(upper, "is_Integer", False)},
     )
+
+
+def _refuse_sparse(own: Mapping[str, torch.Tensor], inputs: Iterable[tuple[str, torch.Tensor]]) -> None:
+    held = [(f"{user_path(path)} of the module", tensor) for path, tensor in own.items()]
+    for name, tensor in (*held, *((f"input {name!r}", tensor) for name, tensor in inputs)):
+        if tensor.layout != torch.strided:
+            raise UnsupportedError(f"{name} is a sparse tensor", "give it as a dense one: .to_dense()")
 
 
 def _aot_joint(
@@ -217,7 +228,13 @@ def _named(role: Any, names: Sequence[str]) -> str:
     return f"input {names[index]!r}" if isinstance(index, int) and index < len(names) else str(role)
 
 
-def _refusal(error: Exception, by: str, names: Sequence[str]) -> CaptureError:
+def _running(error: Exception, module: torch.nn.Module) -> tuple[str, str]:
+    """Path of the module and line of the user's code that an error came out of."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return running_module(frames, module), user_frame("".join(traceback.format_tb(error.__traceback__)))
+
+
+def _refusal(error: Exception, by: str, names: Sequence[str], module: torch.nn.Module) -> CaptureError:
     """One sentence from PyTorch's many lines, with the user's names and the place in the user's code."""
     text = _DIMENSION.sub(lambda m: f"dimension {m[2]} of {names[int(m[1])]!r}", str(error))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -238,8 +255,10 @@ def _refusal(error: Exception, by: str, names: Sequence[str]) -> CaptureError:
         hint = "leave this dimension out of dynamic=, or change the code that fixes it"
     else:
         hint = "run the module on this batch alone first; if that works, simplify the code at this place"
-    place = user_frame(text) or user_frame("".join(traceback.format_tb(error.__traceback__)))
-    return CaptureError(f"{by} cannot trace the module{' at ' + place if place else ''}: {sentence} ({kind})", hint)
+    path, line = _running(error, module)
+    place = user_frame(text) or line
+    where = (f" {path}" if path else "") + (f" at {place}" if place else "")
+    return CaptureError(f"{by} cannot trace the module{where}: {sentence} ({kind})", hint)
 
 
 def _lost(error: Exception, lost: Sequence[str]) -> CaptureError:

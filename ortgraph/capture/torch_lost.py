@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from ortgraph.capture.torch_source import user_path
+from ortgraph.capture.torch_source import running_module, user_frame, user_path
 from ortgraph.errors import CaptureError
 
 _OF_CUSTOM_OPERATOR = (
@@ -18,8 +19,8 @@ _OF_CUSTOM_OPERATOR = (
 
 
 @contextlib.contextmanager
-def watch_lost() -> Iterator[list[str]]:
-    """Collect the custom ``autograd.Function`` and the tensor hooks that run inside, each described once.
+def watch_lost(module: torch.nn.Module) -> Iterator[list[str]]:
+    """Collect the custom ``autograd.Function`` and the tensor hooks that run inside, each described once, with its place.
 
     Export records the forward of such a function and the tensor of such a hook, but neither's backward: the gradient
     would be silently another.
@@ -30,8 +31,10 @@ def watch_lost() -> Iterator[list[str]]:
     has_context, register_hook = function._is_setup_context_defined, tensor.register_hook
 
     def note(what: str) -> None:
-        if what not in lost:
-            lost.append(what)
+        path = running_module((frame for frame, _ in reversed(list(traceback.walk_stack(None)))), module)
+        said = f"{what} (module {path or '<root>'}, {user_frame(''.join(traceback.format_stack()))})"
+        if said not in lost:
+            lost.append(said)
 
     def noted_apply(setup_context: Any) -> bool:
         cls = sys._getframe(1).f_locals["cls"]  # called by Function.apply: code may hold that under a name of its own

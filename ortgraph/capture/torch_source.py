@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
+from types import FrameType
 
 import torch
 from torch.fx import Node
@@ -43,6 +45,13 @@ def user_frame(trace: str) -> str:
         return ""
     file, line = own[-1]
     return f"{'/'.join(file.replace(os.sep, '/').split('/')[-2:])}:{line}"
+
+
+def running_module(frames: Iterable[FrameType], root: torch.nn.Module) -> str:
+    """Path of the innermost module of ``root`` that the frames, outermost first, run; "" at the user's own root."""
+    paths = {id(part): path for path, part in root.named_modules()}
+    owners = [paths[id(f.f_locals["self"])] for f in frames if id(f.f_locals.get("self")) in paths]
+    return user_path(owners[-1]) if owners else ""
 
 
 def phase_of(node: Node) -> str:

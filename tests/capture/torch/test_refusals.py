@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 
 import pytest
@@ -161,8 +162,8 @@ class Own(nn.Module):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda first, x: first.absent(x), r"cannot trace the module at torch/test_refusals\.py:\d+: .*'absent'"),
-        (lambda first, x: first(x[:, :3]), r"cannot trace the module at torch/test_refusals\.py:\d+: .*\[4, 3\]"),
+        (lambda first, x: first.absent(x), r"cannot trace the module first at torch/test_refusals\.py:\d+: .*'absent'"),
+        (lambda first, x: first(x[:, :3]), r"cannot trace the module first at torch/test_refusals\.py:\d+: .*\[4, 3\]"),
         (lambda first, x: first(x) * first(x).max().item(), r"(?s)test_refusals\.py:\d+.*without \.item\(\)"),
         (lambda first, x: torch.fft.rfft(first(x)).abs(), r"fft_r2c.*complex64.*test_refusals\.py:\d+"),
     ],
@@ -171,6 +172,69 @@ def test_what_fails_in_forward_has_its_place(call, message, capfd):
     with pytest.raises(CaptureError, match=message):
         ortgraph.capture(Own(call), torch.ones(4, 5))
     assert "Traceback" not in capfd.readouterr().err  # PyTorch's own log
+
+
+class Around(nn.Module):
+    """The obstacle is two modules down."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.block = nn.ModuleDict({"inner": Own(call)})
+
+    def forward(self, x):
+        return self.block["inner"](x)
+
+
+class Doubt(torch.autograd.Function):
+    """Its backward looks at values."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient if gradient.sum() > 0 else -gradient
+
+
+doubted = Doubt.apply  # under a name of its own, as libraries have it
+
+
+@pytest.mark.parametrize(
+    ("call", "met", "hint"),
+    [
+        (lambda first, x: first(x) if x.sum() > 0 else x, "data-dependent", "torch.where or masks"),
+        (lambda first, x: first(x) * x.max().item(), "_local_scalar_dense", r"without \.item\(\)"),
+        (lambda first, x: torch.special.i0(first(x)), r"aten\.i0", "replace the operator"),
+        (lambda first, x: first(x).to_sparse() * 2, r"Tensor\.to_sparse makes a sparse tensor", "use dense tensors"),
+        (lambda first, x: first(x).to_sparse_csr() @ x.T, r"Tensor\.to_sparse_csr makes a sparse", "use dense tensors"),
+        (lambda first, x: torch.fft.rfft(first(x)).abs(), "complex64", "use real float"),
+        (lambda first, x: doubted(first(x)), "autograd function Doubt", "write it with torch operators"),
+    ],
+    ids=["branch", "item", "operator", "sparse", "sparse_rows", "complex", "function"],
+)
+def test_every_refusal_says_what_where_and_what_to_try(call, met, hint):
+    with pytest.raises(CaptureError, match=met) as caught:
+        ortgraph.capture(Around(call), torch.ones(4, 5))
+    said = caught.value
+    assert re.search(r"module block\.inner\b", said.what) and re.search(r"torch/test_refusals\.py:\d+", said.what), said
+    assert re.search(hint, said.hint)
+
+
+def test_sparse_tensors_that_a_module_is_given_are_refused():
+    class Graph(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(4, 4))
+            self.register_buffer("neighbours", torch.eye(4).to_sparse_csr())
+
+        def forward(self, x):
+            return (self.neighbours @ (self.w * x)).sum()
+
+    with pytest.raises(UnsupportedError, match=r"(?s)neighbours of the module is a sparse tensor.*to_dense"):
+        ortgraph.capture(Graph(), torch.ones(4, 4))
+    with pytest.raises(UnsupportedError, match=r"(?s)input 'input' is a sparse tensor.*to_dense"):
+        ortgraph.capture(nn.Linear(4, 4), torch.eye(4).to_sparse(), loss=lambda y: y.sum())
 
 
 def test_batch_statistics_in_half_precision_are_refused():
