@@ -28,15 +28,17 @@ ZERO = {
 
 
 @pytest.mark.parametrize(
-    ("launcher", "deepspeed"),
+    ("launcher", "size", "deepspeed"),
     [
-        ("torchrun", False),
-        pytest.param("accelerate", False, marks=pytest.mark.slow),
-        pytest.param("torchrun", True, marks=pytest.mark.slow),
+        ("torchrun", "small", False),
+        pytest.param("torchrun", "gpt2", False, marks=pytest.mark.slow),
+        pytest.param("accelerate", "gpt2", False, marks=pytest.mark.slow),
+        pytest.param("torchrun", "gpt2", True, marks=pytest.mark.slow),
     ],
 )
-def test_losses_are_those_of_trainer(launch: Any, launcher: str, deepspeed: bool) -> None:
-    arguments = [str(launch.folder)]
+def test_losses_are_those_of_trainer(launch: Any, launcher: str, size: str, deepspeed: bool) -> None:
+    """Slow ones: ``pytest -m slow tests/distributed/test_trainer.py``."""
+    arguments = [str(launch.folder), size]
     if deepspeed:
         if importlib.util.find_spec("deepspeed") is None:
             pytest.skip('DeepSpeed is not installed: pip install -e ".[deepspeed]"')
