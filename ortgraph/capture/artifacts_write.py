@@ -23,7 +23,7 @@ from ortgraph.capture.artifacts import (
 )
 from ortgraph.capture.onnx_joint import keep_outputs
 from ortgraph.errors import UnsupportedError
-from ortgraph.graph import Names, TrainingGraph, is_used, replace_value
+from ortgraph.graph import Names, Signature, TrainingGraph, is_used, replace_value
 from ortgraph.graph.edit import remove_node, trim_inputs
 from ortgraph.graph.training_graph import METADATA_KEY
 from ortgraph.graph.writing import writing
@@ -94,16 +94,13 @@ def training_model(graph: TrainingGraph) -> onnx.ModelProto:
     _divide_at_once(body, names)
     order = [signature.loss, *(n for n in signature.outputs if n != signature.loss)]
     outputs = {str(v.name): v for v in body.outputs}
-    inputs = {str(v.name): v for v in body.inputs}
     gradients = {p.name: outputs[p.gradient] for p in signature.parameters if p.gradient is not None}
     body.outputs[:] = [outputs[n] for n in order]
     reset = ir.Value(name=RESET, type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([1]))
     buffers = []
     for parameter, gradient in gradients.items():
         buffers.append(_accumulate(body, parameter, gradient, reset, names))
-    data = [inputs[n] for n in signature.inputs]
-    held = [inputs[n] for n in (*(p.name for p in signature.parameters), *(b.name for b in signature.buffers))]
-    body.inputs[:] = [*data, *held, *buffers, reset]
+    _order_inputs(body, signature, *buffers, reset)
     keep_outputs(body, list(body.outputs))
     return _serialize(twin)
 
@@ -269,9 +266,15 @@ def evaluation_model(graph: TrainingGraph) -> onnx.ModelProto:
     expand_composites(twin)
     _divide_at_once(body, names)
     keep_outputs(body, list(body.outputs))
-    held = {*signature.inputs, *(p.name for p in signature.parameters), *(b.name for b in signature.buffers)}
-    body.inputs[:] = [v for v in body.inputs if v.name in held]
+    _order_inputs(body, signature)
     return _serialize(twin)
+
+
+def _order_inputs(body: ir.Graph, signature: Signature, *more: ir.Value) -> None:
+    """Data, parameters, buffers: the training API feeds parameters to both models by position, not by name."""
+    inputs = {str(v.name): v for v in body.inputs}
+    names = (*signature.inputs, *(p.name for p in signature.parameters), *(b.name for b in signature.buffers))
+    body.inputs[:] = [*(inputs[n] for n in names), *more]
 
 
 def _evaluation_form(body: ir.Graph, node: ir.Node, names: Names) -> None:

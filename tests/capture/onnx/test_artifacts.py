@@ -250,6 +250,24 @@ def test_running_statistics_are_updated_as_the_runtime_does(norms, level, tmp_pa
     written = write_artifacts(graph, tmp_path / f"written-{level}")
     for name, value in _statistics_after(written, batch, 3).items():
         np.testing.assert_allclose(value, want[name], rtol=1e-5)
+    assert _evaluated(written, batch) == pytest.approx(_frozen(model, graph.values)(batch), rel=1e-5)
+
+
+def _evaluated(folder: pathlib.Path, batch: dict[str, np.ndarray]) -> float:
+    state = api.CheckpointState.load_checkpoint(str(folder / "checkpoint"))
+    module = api.Module(str(folder / "training_model.onnx"), state, str(folder / "eval_model.onnx"))
+    module.eval()
+    return float(np.asarray(module(*batch.values())).reshape(-1)[0])
+
+
+def test_both_models_take_parameters_in_one_order(tmp_path, onnx_tools):
+    """The training API feeds both by position: statistics for a scale of the same shape would be another evaluation."""
+    folder, model = _with_norms(tmp_path, onnx_tools, ONE, 0.0)
+    graph = read_artifacts(folder)
+    graph.graph.inputs.reverse()  # the order of a graph is no promise
+    written = write_artifacts(graph, tmp_path / "written")
+    batch = {"x": np.array([0, 3, 6, 3, 1, 1]), "labels": np.array([0, 2, 1, 1, 0, 2])}
+    assert _evaluated(written, batch) == pytest.approx(_frozen(model, graph.values)(batch), rel=1e-5)
 
 
 def _frozen(model: onnx.ModelProto, values):
