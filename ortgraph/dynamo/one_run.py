@@ -11,6 +11,7 @@ import torch
 from ortgraph.dynamo.arena_pool import arenas
 from ortgraph.dynamo.compiled_graph import CompiledGraph, Result, random_key
 from ortgraph.dynamo.joint_graph import JointGraph
+from ortgraph.dynamo.labelled import LabelledGraphs
 
 _OUTSTANDING = 2  # forward calls that may wait for their backward with gradients at hand
 _LENT = 4  # arenas in use, with gradients in them, before gradients get memory of their own
@@ -43,16 +44,16 @@ class OneRun:
     arguments, results and gradients; what a call does not save is an empty tensor.
 
     Args:
-        graph: The whole graph, compiled.
+        graphs: Compiled without a cut.
         make_halves: Compiles the halves.
         joint: Of the halves.
         seed: Position of the loss gradient among the tangents.
     """
 
     def __init__(
-        self, graph: CompiledGraph, make_halves: Callable[[], CompiledGraph], joint: JointGraph, seed: int
+        self, graphs: LabelledGraphs, make_halves: Callable[[], CompiledGraph], joint: JointGraph, seed: int
     ) -> None:
-        self._graph, self._make_halves, self._seed = graph, make_halves, seed
+        self._graphs, self._make_halves, self._seed = graphs, make_halves, seed
         self._halves: CompiledGraph | None = None
         self._count = len(joint.outputs)
         self._has = [g is not None for g in joint.gradients]
@@ -76,7 +77,7 @@ class OneRun:
     @property
     def saved_types(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of what is saved behind the results."""
-        return [(r.shape, r.dtype) for r in self._graph.results[self._count :] if isinstance(r, Result)]
+        return [(r.shape, r.dtype) for r in self._graphs.whole.results[self._count :] if isinstance(r, Result)]
 
     @property
     def halves(self) -> CompiledGraph:
@@ -91,7 +92,8 @@ class OneRun:
             return self._forward_half(args)
         self._outstanding += 1
         key = random_key() if self._draws else None
-        made = self._graph.forward([*args, torch.tensor(self._factor)], key)[: len(self._graph.results)]
+        graph = self._graphs.of(args)
+        made = graph.forward([*args, torch.tensor(self._factor)], key)[: len(graph.results)]
         token = torch.empty(_TOKEN, dtype=torch.uint8)
         if key is not None:
             token[:16].view(torch.int64).copy_(key)

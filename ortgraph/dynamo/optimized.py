@@ -24,7 +24,7 @@ def optimized(joint: JointGraph, options: Options) -> TrainingGraph:
     Raises:
         InputError: A hook changed inputs or outputs.
     """
-    target = options.target or detect_runtime().target
+    target = target_of(options)
     graph = joint.graph
     for hook in options.hooks:
         graph = apply_hook(hook, graph)
@@ -38,6 +38,11 @@ def optimized(joint: JointGraph, options: Options) -> TrainingGraph:
         ready = _lowered(graph, options, target)
     _check_names(joint, ready)
     return ready
+
+
+def target_of(options: Options) -> str:
+    """The runtime that graphs are lowered for."""
+    return options.target or detect_runtime().target
 
 
 def _lowered(graph: TrainingGraph, options: Options, target: str) -> TrainingGraph:

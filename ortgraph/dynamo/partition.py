@@ -16,8 +16,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from ortgraph.dynamo.compiled_graph import CompiledGraph
 from ortgraph.dynamo.joint_graph import Argument, JointGraph, joint_graph
+from ortgraph.dynamo.labelled import LabelledGraphs
 from ortgraph.dynamo.one_run import OneRun, whole
-from ortgraph.dynamo.optimized import optimized
+from ortgraph.dynamo.optimized import optimized, target_of
 from ortgraph.dynamo.options import Options
 from ortgraph.dynamo.zero_tangents import without_tangents
 
@@ -44,11 +45,8 @@ class Compiler:
         return _stand_ins(joint_module, num_fwd_outputs, compiled)
 
     def _halves(self, module: GraphModule, num_outputs: int) -> CompiledGraph:
-        return self._compiled(joint_graph(module, self.arguments, num_outputs))
-
-    def _compiled(self, joint: JointGraph, one: bool = False) -> CompiledGraph:
-        graph = optimized(joint, self.options)
-        return CompiledGraph(whole(joint) if one else joint, graph, threads_of(self.options))
+        joint = joint_graph(module, self.arguments, num_outputs)
+        return CompiledGraph(joint, optimized(joint, self.options), threads_of(self.options))
 
     def _one_run(self, module: GraphModule, num_outputs: int) -> OneRun | None:
         """Forward and backward at once; None where the loss is not in the graph or the graph could not be left again."""
@@ -70,7 +68,9 @@ class Compiler:
             with real_tensors():
                 return self._halves(module, num_outputs)
 
-        return OneRun(self._compiled(alone, one=True), halves, joint, at)
+        graph = optimized(alone, self.options)
+        graphs = LabelledGraphs(whole(alone), graph, threads_of(self.options), target_of(self.options))
+        return OneRun(graphs, halves, joint, at)
 
     def _in_half_precision(self, module: GraphModule) -> bool:
         """Whether gradients are float16 somewhere: those of a loss without its scale may vanish."""

@@ -186,3 +186,26 @@ def test_one_kept_gradient_of_each_step_keeps_no_arena(batch):
     assert sizes[0] > sizes[-1] == kept[-1].nbytes
     kept[0].zero_()
     assert torch.equal(kept[1], kept[2])
+
+
+def test_the_head_runs_over_labelled_rows(made):
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(60, 8), nn.Linear(8, 60)
+
+        def forward(self, ids, y):
+            return F.cross_entropy(self.head(torch.tanh(self.table(ids))).flatten(0, 1), y.flatten())
+
+    one, two = pair(Words(), pipeline="O2")
+    ids, found = torch.randint(0, 60, (4, 32)), []
+    for labelled in (6, 128, 20, 7):
+        y = torch.full((128,), -100)
+        y[torch.randperm(128)[:labelled]] = torch.randint(0, 60, (labelled,))
+
+        def step(module, y=y):
+            (module(ids, y.view(4, 32)) / 3).backward()
+
+        assert_same(gradients(one, step), gradients(two, step))
+        found.append(sorted(made[0]._graphs.by_rows))
+    assert found == [[8], [8], [8, 24], [8, 24]]
