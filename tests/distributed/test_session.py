@@ -106,6 +106,8 @@ def test_one_process_alone(scenario: Any, tmp_path: Any) -> None:
     session = DistributedSession(graph, Group(), threads=1)
     plain = one(scenario)
     same(scenario.trained(session, scenario.batch), scenario.trained(plain, scenario.batch))
+    assert [p.name for p in session.programs] == ["backward", "update"]
+    assert not any(p.placement.copies for p in session.programs)  # gradients are written into the buckets
     for source, target in ((session, plain), (plain, session)):  # each reads the other's checkpoints
         target.load_checkpoint(source.save_checkpoint(tmp_path / type(source).__name__))
         same(state := scenario.state(target), scenario.state(source))
