@@ -26,6 +26,8 @@ from ortgraph.capture.legalize_decompose import decompose
 from ortgraph.capture.legalize_embedding import finish_embeddings
 from ortgraph.capture.legalize_fused import expand_fused
 from ortgraph.capture.legalize_outputs import refuse_read_statistics, slice_partial_splits
+from ortgraph.capture.legalize_scatter import add_apart
+from ortgraph.capture.legalize_sequences import split_directly
 from ortgraph.capture.legalize_unary import stand_in
 from ortgraph.capture.legalize_versions import convert_opset
 from ortgraph.capture.onnx_joint import Joint
@@ -66,7 +68,7 @@ def normalize(
     model: ir.Model, opset: int | None, shapes: Mapping[str, Sequence[int | str]]
 ) -> tuple[ir.Model, set[str]]:
     """Inline functions and constant Ifs, pass over Identities of weights, convert the opset, name dimensions and nodes,
-    take fused operators apart.
+    take fused operators and sequences of parts apart.
 
     Returns:
         The model, and the names of the initializers that it came with (weights are among these).
@@ -80,7 +82,9 @@ def normalize(
     model = convert_opset(model, opset)
     infer_forward(model)
     name_nodes(model.graph)
-    expand_fused(model.graph, Names(model.graph))
+    names = Names(model.graph)
+    split_directly(model.graph, names)
+    expand_fused(model.graph, names)
     infer_forward(model)
     record_symbolic_shapes(model)
     return model, originals
@@ -119,6 +123,8 @@ def legalize(model: ir.Model, loss: ir.Value, roles: Roles, names: Names, train_
     legalize_saved.row_major_indices(path)
     if legalize_saved.separate_repeated_inputs(path, names):
         path = data_path(graph, loss, roles.trainable)
+    finish_scatter = add_apart(path, names)
+    path = data_path(graph, graph.outputs[position], roles.trainable)
     finish_unary = stand_in(path, names)
     legalize_saved.add_saved_outputs(graph, path, names)
     infer_forward(model)
@@ -128,7 +134,7 @@ def legalize(model: ir.Model, loss: ir.Value, roles: Roles, names: Names, train_
         loss=loss,
         reaching=reached_parameters(path, roles.trainable),
         cut=_cut(graph),
-        finishers=[finish_unary, finish_norms, finish_dropouts, finish_embeddings(graph, names)],
+        finishers=[finish_scatter, finish_unary, finish_norms, finish_dropouts, finish_embeddings(graph, names)],
         states=states,
         buffer_updates=updates,
     )

@@ -51,7 +51,8 @@ def _window_sums(b: Builder, node: ir.Node, x: ir.Value, *, padded: bool) -> tup
     kernel, strides, dilations, pads = _windows(node)
     sizes, channels = _sizes(node)
     ceil, half = bool(node.attributes.get_int("ceil_mode", 0)), len(kernel)
-    counts, ends = np.ones(()), []
+    counts: np.ndarray = np.ones(())
+    ends: list[int] = []
     for i, size in enumerate(sizes):
         begin, end = pads[i], pads[half + i]
         count, trailing = _trailing(size, kernel[i], strides[i], dilations[i], begin, end, ceil)

@@ -176,8 +176,8 @@ def _activation(b: Builder, node: ir.Node, name: str, alphas: list[float], betas
         op_type = {"Elu": "Elu", "Leakyrelu": "LeakyRelu"}[name]
         return lambda x: b.op(op_type, x, alpha=alpha)
     if name == "Hardsigmoid":
-        options = {"alpha": alphas.pop(0) if alphas else 0.2, "beta": betas.pop(0) if betas else 0.5}
-        return lambda x: b.op("HardSigmoid", x, **options)
+        slope, middle = alphas.pop(0) if alphas else 0.2, betas.pop(0) if betas else 0.5
+        return lambda x: b.op("HardSigmoid", x, alpha=slope, beta=middle)
     raise refuse(node, f"its activation {name}")
 
 
@@ -186,7 +186,8 @@ def _run(
 ) -> tuple[list[ir.Value | None], tuple[ir.Value, ir.Value | None]]:
     """Hidden states by step, zero where a row has ended, and the last states."""
     steps = len(cell.products)
-    state, rows = start, [None] * steps  # type: ignore[var-annotated]
+    state = start
+    rows: list[ir.Value | None] = [None] * steps
     advance = {"LSTM": _lstm, "GRU": _gru, "RNN": _rnn}[node.op_type]
     for step in reversed(range(steps)) if reverse else range(steps):
         following = advance(b, node, cell, cell.products[step], state)
@@ -194,7 +195,7 @@ def _run(
         if cell.valid is not None:
             valid = cell.valid[step]
             rows[step] = _kept(b, valid, following[0], None)
-            following = tuple(_kept(b, valid, new, old) for new, old in zip(following, state, strict=True))  # type: ignore[assignment]
+            following = _kept(b, valid, following[0], state[0]), _kept(b, valid, following[1], state[1])
         state = following
     assert state[0] is not None
     return rows, (state[0], state[1])

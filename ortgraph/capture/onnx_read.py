@@ -54,14 +54,32 @@ def read_model(source: str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Mod
             f"{place}: its weights cannot be read ({error})", "keep the files of external data beside the .onnx file"
         ) from error
     except Exception as error:  # noqa: BLE001 - protobuf and onnx_ir raise many types, each means "not ONNX"
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
         raise InputError(
-            f"{place}: not a readable ONNX model ({error})", "give a file written by an ONNX exporter"
+            f"{place}: not a readable ONNX model ({cause})", "give a file written by an ONNX exporter"
         ) from error
     _drop_overridable_initializers(model.graph)
     model.ir_version = max(model.ir_version or 0, _MIN_IR)
     _move_misplaced(model.graph)
+    _complete_outputs(model)
     check(model, place)
     return model
+
+
+def _complete_outputs(model: ir.Model) -> None:
+    """Outputs whose shape an exporter left out, which the checker refuses, get the inferred one."""
+    bare = [v for v in model.graph.outputs if v.shape is None and v.producer() is not None]
+    if not bare:
+        return
+    try:
+        inferred = shape_inference.infer_shapes(skeleton(model)[0])
+    except shape_inference.InferenceError:
+        return  # the checker says what is wrong
+    types = {v.name: v for v in inferred.graph.output}
+    for value in bare:
+        copy_type(value, types[value.name or ""])
 
 
 def check(model: ir.Model, place: str) -> None:

@@ -32,6 +32,20 @@ FORMS = {
         'p = Constant<value_ints=[2,-1]>() a = Constant<value_ints=[-1]>() y = Pad<mode="edge">(t, p, , a)',
         lambda t: F.pad(t, (2, -1), mode="replicate"),
     ),
+    "added at repeated places": (
+        'i = Constant<value=int64[2,3] {0,0,1,-1,2,2}>() u = Slice(t, rows, three, zero) v = Slice(u, zero, three, rows) '
+        'y = ScatterElements<axis=0, reduction="add">(t, i, v)',
+        lambda t: t.scatter_add(0, torch.tensor([[0, 0, 1], [3, 2, 2]]), t[1:3, :3]),
+    ),
+    "parts of a sequence": (
+        "k = Constant<value_int=3>() q = SplitToSequence<axis=1>(t, k) i = Constant<value_int=-1>() "
+        "j = Constant<value_int=0>() a = SequenceAt(q, i) b = SequenceAt(q, j) y = Mul(a, b)",
+        lambda t: t[:, 3:] * t[:, :3],
+    ),
+    "rows of a sequence": (
+        "q = SplitToSequence<axis=0, keepdims=0>(t) i = Constant<value_int=2>() y = SequenceAt(q, i)",
+        lambda t: t[2],
+    ),
     "a part that is not read": (
         "q, r, u = Split<axis=1>(t, sizes) y = Mul(q, u)", lambda t: t[:, :1] * t[:, 3:],
     ),
@@ -61,7 +75,8 @@ FORMS = {
 def forward_model(body):
     text = (
         '<ir_version: 8, opset_import: ["" : 18]> g () => (float loss) <float[4,4] w> '
-        f"{{ sizes = Constant<value_ints=[1,2,1]>() t = Tanh(w) {body} s = Sin(y) m = Mul(s, y) loss = ReduceSum<keepdims=0>(m) }}"
+        "{ sizes = Constant<value_ints=[1,2,1]>() zero = Constant<value_ints=[0]>() rows = Constant<value_ints=[1]>() "
+        f"three = Constant<value_ints=[3]>() t = Tanh(w) {body} s = Sin(y) m = Mul(s, y) loss = ReduceSum<keepdims=0>(m) }}"
     )
     model = onnx.parser.parse_model(text)
     weight = np.random.default_rng(3).permutation(np.linspace(-1.4, 1.6, 16)).reshape(4, 4).astype(np.float32)

@@ -247,3 +247,23 @@ def test_a_gradient_of_another_shape_is_refused_by_the_parameters_name(wrong, on
     monkeypatch.setattr(module, "append_backward", append)
     with pytest.raises(CaptureError, match="gradient of parameter 'w' is"):
         from_onnx(onnx_tools.make_model(HEAD + ") => (float loss) { y = MatMul(x, w)" + TAIL, w=W), "loss")
+
+
+def test_an_output_without_shape_and_nodes_of_one_name(onnx_tools):
+    text = "g (float[n,4] x, float[4,3] w, float[n,4] z) => (float y, float[n,4] d) { a = Add(x, z) y = MatMul(a, w) d = Sub(x, z) }"
+    model = onnx_tools.make_model(text, w=np.linspace(-1.0, 1.0, 12).reshape(4, 3).astype(np.float32))
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+    for node in model.graph.node:
+        node.name = "same"
+    graph = from_onnx(model, loss="mse", output="y")
+    assert [str(d) for d in graph.graph.outputs[0].shape] == ["n", "3"]
+    batch = {k: np.random.default_rng(i).standard_normal((5, 4)).astype(np.float32) for i, k in enumerate("xz")}
+    got = onnx_tools.run_graph(graph, {**batch, "targets": np.zeros((5, 3), np.float32)})["w.grad"]
+    rows = batch["x"] + batch["z"]
+    onnx_tools.assert_close(got, rows.T @ (rows @ graph.values["w"]) * 2 / 15, "w")
+
+
+def test_a_name_that_is_made_twice_is_told(onnx_tools):
+    model = onnx_tools.make_model("g (float[4] x) => (float[4] y) { y = Sin(x) y = Cos(x) }")
+    with pytest.raises(InputError, match="y"):
+        from_onnx(model, loss="mse")
