@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import onnx_ir as ir
 
 from ortgraph.analysis.liveness import values_read
 from ortgraph.errors import BatchError, UnsupportedError
+from ortgraph.ops.kernels import base_name
+from ortgraph.ops.spec import COMPOSITE, KERNELS
 
 # Right over no elements in every release tested. Others leave their result as it was, stop, or end the process.
 _RIGHT_OVER_NOTHING = frozenset(
@@ -52,6 +54,25 @@ def refuse_limits(program: str, order: Sequence[ir.Node]) -> None:
                 f"program {program}: {node.op_type} {node.name!r} reads %{empty.name}, which has no elements (shape "
                 f"{list(empty.shape or ())}): ONNX Runtime leaves its result undefined",
                 "leave empty batches out of training",
+            )
+
+
+def refuse_single_values(nodes: Iterable[ir.Node]) -> None:
+    """Raise for batch statistics of one value per channel: the unbiased variance that is kept would be 0 / 0.
+
+    Raises:
+        BatchError: Names the node. PyTorch refuses such a batch, too.
+    """
+    for node in nodes:
+        if node.domain not in (COMPOSITE, KERNELS) or base_name(node.op_type) != "BatchNorm":
+            continue
+        shape = None if node.inputs[0] is None else node.inputs[0].shape
+        counted = () if shape is None else [d for i, d in enumerate(shape) if i != 1]
+        if shape is not None and all(d == 1 for d in counted):
+            raise BatchError(
+                f"BatchNorm {node.name!r} reads %{node.inputs[0].name} of shape {list(shape)}: one value per channel has "  # type: ignore[union-attr]
+                "no variance, and the running one would turn to NaN",
+                "leave the last batch out when it has one row (DataLoader(drop_last=True))",
             )
 
 

@@ -14,6 +14,7 @@ from ortgraph.ops import generated
 from ortgraph.ops.expand import can_expand
 from ortgraph.ops.spec import COMPOSITE, GENERATED
 from ortgraph.ops.targets import reason_not_run
+from ortgraph.runtime.limits import refuse_single_values
 
 logger = logging.getLogger(__name__)
 _LOWERED = ("lowered", "planned")
@@ -30,6 +31,9 @@ def prepare(graph: TrainingGraph, dims: Mapping[str, int], target: str) -> Train
         graph: At any stage.
         dims: Size by name of every symbolic dimension.
         target: ``onnxruntime-training`` or ``onnxruntime``.
+
+    Raises:
+        BatchError: The batch statistics of a norm would be of one value.
     """
     lowered = graph.stage in _LOWERED
     dynamic = is_dynamic(graph)
@@ -41,6 +45,7 @@ def prepare(graph: TrainingGraph, dims: Mapping[str, int], target: str) -> Train
         run_passes(ready, FOLD)
         if infer_unknown(ready):
             run_passes(ready, FOLD)
+        refuse_single_values(ready.graph)
     tail = recorded_tail(graph)
     if _lost(ready):
         logger.warning("fused regions run as single operators: %s", generated.reason())

@@ -51,3 +51,31 @@ def test_none_for_an_input_of_the_graph_is_an_error():
     session = ortgraph.TrainingSession(ortgraph.capture(module, batch))
     with pytest.raises(BatchError):
         session.gradients({**batch, "x": None})
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_batch_statistics_of_one_value_are_refused(level):
+    """PyTorch refuses them; here the loss was finite and the running variance, which only evaluation reads, NaN."""
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
+    names = {"input": {0: "rows"}, "target": {0: "rows"}}
+    graph = ortgraph.capture(module, (torch.randn(4, 3), torch.randn(4, 2)), loss=torch.nn.MSELoss(), dynamic=names)
+    session = ortgraph.TrainingSession(ortgraph.optimize(graph, level, optimizer=ortgraph.optim.SGD(lr=0.1)).graph)
+    one = (torch.randn(1, 3), torch.randn(1, 2))
+    with pytest.raises(BatchError, match=r"one value per channel.*\n.*drop_last"):
+        session.step(one)
+    session.step((torch.randn(2, 3), torch.randn(2, 2)))
+    assert all(np.isfinite(value).all() for value in session.state_dict().values())
+    assert np.isfinite(session.evaluate(one)["output"]).all()  # evaluation takes single rows
+
+
+def test_one_row_of_an_image_has_statistics():
+    module = torch.nn.Sequential(torch.nn.BatchNorm2d(3), torch.nn.Flatten(), torch.nn.Linear(12, 2))
+    names = {"input": {0: "rows"}, "target": {0: "rows"}}
+    batch = (torch.randn(4, 3, 2, 2), torch.randn(4, 2))
+    graph = ortgraph.capture(module, batch, loss=torch.nn.MSELoss(), dynamic=names)
+    session = ortgraph.TrainingSession(ortgraph.optimize(graph, optimizer=ortgraph.optim.SGD(lr=0.1)).graph)
+    one = (batch[0][:1], batch[1][:1])
+    wanted = torch.nn.functional.mse_loss(module(one[0]), one[1]).item()
+    assert session.step(one) == pytest.approx(wanted, rel=1e-5)
+    np.testing.assert_allclose(session.state_dict()["0.running_var"], module[0].running_var.numpy(), rtol=1e-5)
