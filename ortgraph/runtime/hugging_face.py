@@ -58,16 +58,17 @@ def save(
     own = torch_layout.optimizer_of(session)
     for group in state["optimizer"]["param_groups"]:
         group["lr"] = rate * (group["initial_lr"] / own.lr if own.lr else 1.0)
+    record = TrainerState(global_step=session.steps, epoch=epoch, train_batch_size=batch_size)
+    files = {OPTIMIZER_NAME: state["optimizer"], RANDOM_NAME: _random_state(session)}
+    files[SCHEDULER_NAME] = _scheduler_state(state["optimizer"]["param_groups"], done)
+    if "scaler" in state:
+        files[SCALER_NAME] = state["scaler"]
+    saved = set(module.state_dict())
     with writing(folder), tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=".partial-") as partial:
         made = pathlib.Path(partial, folder.name)
-        saved = set(module.state_dict())
         module.save_pretrained(made, state_dict={n: v for n, v in state["model"].items() if n in saved})
-        torch.save(state["optimizer"], made / OPTIMIZER_NAME)
-        torch.save(_scheduler_state(state["optimizer"]["param_groups"], done), made / SCHEDULER_NAME)
-        if "scaler" in state:
-            torch.save(state["scaler"], made / SCALER_NAME)
-        torch.save(_random_state(session), made / RANDOM_NAME)
-        record = TrainerState(global_step=session.steps, epoch=epoch, train_batch_size=batch_size)
+        for name, content in files.items():
+            _write(made / name, content)
         record.save_to_json(str(made / TRAINER_STATE_NAME))
         for file in made.iterdir():
             with file.open("rb") as handle:
@@ -95,6 +96,13 @@ def load(session: SessionState, folder: str | os.PathLike[str], module: PreTrain
     session.steps = int(record["global_step"])
     _restore_random_state(session, drawn)
     return record
+
+
+def _write(path: pathlib.Path, content: Any) -> None:
+    try:
+        torch.save(content, path)
+    except RuntimeError as error:  # what PyTorch makes of a full disk
+        raise OSError(str(error).splitlines()[0]) from error
 
 
 def _read(path: pathlib.Path) -> dict[str, Any]:

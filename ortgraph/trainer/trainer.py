@@ -117,7 +117,7 @@ class ORTTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As ``Trainer``'s; ``resume_from_checkpoint=True`` takes the last checkpoint that was written to its end."""
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = last_complete(self.args.output_dir) or True
+            resume_from_checkpoint = last_complete(str(self.args.output_dir)) or True
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     # --- what Trainer asks ---------------------------------------------------------------------------------------

@@ -200,3 +200,26 @@ def test_same_names_of_another_training_are_refused(stepped, classifier_graph, c
     del extra["made_with"], extra["position"]  # as earlier releases wrote it
     checkpoint.save(folder, values, extra)
     assert taken.load_checkpoint(folder) is None
+
+
+def test_four_micro_batches_of_two_are_a_batch_of_eight(classifier_graph, classifier_batch, tmp_path) -> None:
+    """Also when the process changes in the middle: sums of gradients are part of a checkpoint."""
+
+    def session_of(batch: int, accumulation_steps: int) -> TrainingSession:
+        graph = classifier_graph(batch=batch)
+        own = AdamW(lr=0.05, max_grad_norm=0.5)
+        AttachOptimizer.of(own, accumulation_steps=accumulation_steps).call(graph.model)
+        return TrainingSession(graph, threads=1)
+
+    whole, parts, other = session_of(8, 1), session_of(2, 4), session_of(2, 4)
+    for step in range(3):
+        large = classifier_batch(batch=8, seed=step)
+        micro = [{k: v[2 * i : 2 * i + 2] for k, v in large.items()} for i in range(4)]
+        losses = [parts.accumulate(micro[0]), parts.accumulate(micro[1])]
+        parts.save_checkpoint(tmp_path / "c", position=2)
+        assert other.load_checkpoint(tmp_path / "c") == 2
+        parts, other = other, parts
+        losses += [parts.accumulate(micro[2]), parts.step(micro[3])]
+        assert np.mean(losses) == pytest.approx(whole.step(large), rel=1e-6)
+    for name, value in whole.state_dict().items():
+        np.testing.assert_allclose(parts.state_dict()[name], value, rtol=2e-5, atol=2e-6)

@@ -106,3 +106,15 @@ def test_what_is_not_the_graphs_is_refused(begun: Any, tmp_path: pathlib.Path) -
     with pytest.raises(InputError, match="does not load"):
         scaled.load_hugging_face(folder, model)
     assert all(np.array_equal(v, before[k]) for k, v in scaled.state_dict().items())
+
+
+def test_a_save_that_fails_leaves_nothing(begun: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, graph, _, model = begun
+
+    def full(*_args: Any, **_options: Any) -> None:
+        raise RuntimeError("file write failed")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(InputError, match="cannot be written .file write failed"):
+        session_of(graph, model).save_hugging_face(tmp_path / "checkpoint-0", model)
+    assert not list(tmp_path.iterdir())
