@@ -144,7 +144,7 @@ def _cell(
     if bias is not None:
         of_input, of_state = b.multi("Split", bias, b.ints([gates * hidden] * 2), outputs=2, axis=0)
         product = b.op("Add", product, of_input)
-        if kind == "GRU" and node.attributes.get_int("linear_before_reset", 0):
+        if kind == "GRU" and node.attributes.get_int("linear_before_reset", 0) == 1:
             added, inner = b.multi("Split", of_state, b.ints([2 * hidden, hidden]), outputs=2, axis=0)
             of_state = b.op("Pad", added, b.ints([0, hidden]))
         product = b.op("Add", product, of_state)
