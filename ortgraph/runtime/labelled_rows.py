@@ -23,7 +23,7 @@ from ortgraph.graph.edit import remove_node
 from ortgraph.graph.text import to_text
 from ortgraph.graph.verify import verify
 from ortgraph.plan.stored_budget import stored_budget
-from ortgraph.runtime.prepare import FOLD, RECOMPUTE, lift_constants, recorded_passes, run_passes
+from ortgraph.runtime.prepare import FOLD, RECOMPUTE, prepare, recorded_passes, run_passes
 
 logger = logging.getLogger(__name__)
 METADATA_KEY = "ortgraph.labelled_rows"
@@ -180,7 +180,7 @@ def prepare_labelled(graph: TrainingGraph, rows: int, dims: Mapping[str, int], t
         logger.info("labelled rows: the whole graph serves: %s", error)
         return None
     verify(form, "signature", by=PASS)
-    return lift_constants(form)
+    return prepare(form, {}, target)
 
 
 def later_passes(graph: TrainingGraph, target: str, kept_by: str = PASS, rows: int = 0) -> Iterator[str]:

@@ -15,7 +15,7 @@ from ortgraph.errors import PlanError
 from ortgraph.graph import TrainingGraph
 from ortgraph.graph.verify import verify
 from ortgraph.runtime.labelled_rows import PADDING_KEY, kept_form, later_passes, stored_note
-from ortgraph.runtime.prepare import FOLD, lift_constants, recorded_passes, run_passes
+from ortgraph.runtime.prepare import FOLD, prepare, recorded_passes, run_passes
 
 logger = logging.getLogger(__name__)
 PASS = "remove-padding"
@@ -118,7 +118,7 @@ class PaddingRows:
             logger.info("rows without padding: the whole graph serves: %s", error)
             return None
         verify(form, "signature", by=PASS)
-        return lift_constants(form)
+        return prepare(form, {}, target)
 
 
 def _bound(graph: TrainingGraph, dims: Mapping[str, int]) -> TrainingGraph:

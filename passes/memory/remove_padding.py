@@ -41,8 +41,8 @@ class RemovePadding(GraphPass):
 
     Refuses when:
         no attention is masked by a data input [batch, sequence] of integers or booleans as said above;
-        no matrix product can leave out rows: what reads them is named (a mean without the mask, a model output when ``rows``
-        is given, shifted labels);
+        no matrix product can leave out rows: what reads them is named (a mean without the mask, shifted labels). A model
+        output that shows padding keeps the forward half whole, not the backward half; a session's programs have none;
         there are fewer rows than ``least_rows``, or sizes are symbolic and ``rows`` is given;
         the backward half starts from more than the loss.
 

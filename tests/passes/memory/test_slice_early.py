@@ -45,6 +45,21 @@ def test_slices_of_one_value_move_together(bench):
     assert ops(bench, graph) == "Exp Neg Slice Slice Slice Sin Tanh ReduceSum Neg Neg Neg"
 
 
+def test_a_part_by_another_part_comes_behind_both(bench):
+    """Indices that are a part of an early value move up; what they look up is made later and stays there."""
+
+    def body(b, x, i):
+        table = b.op("Abs", i)
+        saved = b.op("Exp", b.op("Sin", x))
+        y = b.op("Tanh", b.op("Neg", saved))
+        index = b.op("Gather", table, b.const([1], np.int64), axis=0)
+        return [b.op("ReduceSum", y, keepdims=0), b.op("Neg", b.op("Gather", saved, index, axis=0))]
+
+    graph = bench.make(body, {"x": (64, 8), "i": (4,)}, {"i": ir.DataType.INT64})
+    assert bench.apply(graph, SliceEarly(), tolerance=0) == {"moved": 2}
+    assert ops(bench, graph) == "Abs Gather Sin Exp Neg Gather Tanh ReduceSum Neg"
+
+
 def test_a_lookup_waits_for_its_indices(bench):
     def body(b, x, i):
         saved = b.op("Exp", x)
