@@ -106,7 +106,7 @@ def _refusal(model: ir.Model, own: int, target: int, said: str) -> UnsupportedEr
         )
     return UnsupportedError(
         f"node {node.name!r}: operator {op_type} of opset {own} cannot be converted to opset {target}; {newest}",
-        _UPDATE,
+        _UPDATE if own > target else f"export with opset_version={MIN_OPSET} to {MAX_OPSET}",
     )
 
 

@@ -9,11 +9,13 @@ import sys
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 
 from ortgraph.capture.differentiate import differentiate
 from ortgraph.capture.from_onnx import from_onnx
+from ortgraph.capture.legalize_versions import convert_opset
 from ortgraph.errors import CaptureError, InputError, UnsupportedError
 from ortgraph.graph import load
 
@@ -275,6 +277,16 @@ def test_a_type_that_older_opsets_do_not_know_names_the_operator(tmp_path):
     onnx.save(model, tmp_path / "low.onnx")
     with pytest.raises(UnsupportedError, match="operator Sin of opset 22 cannot be converted to opset 21"):
         from_onnx(tmp_path / "low.onnx", loss="loss", trainable=[])
+
+
+def test_an_operator_that_is_older_than_its_definition_is_to_be_exported_anew():
+    """ONNX Runtime fuses LayerNormalization into models of opsets that have none, and writes them into artifacts."""
+    model = ir.from_onnx_text(
+        """<ir_version: 8, opset_import: ["" : 15]>
+        g (float[2,3] x, float[3] s) => (float[2,3] y) { y = LayerNormalization(x, s) }"""
+    )
+    with pytest.raises(UnsupportedError, match="LayerNormalization of opset 15(.|\n)*opset_version=18 to 21"):
+        convert_opset(model, None)
 
 
 @pytest.mark.parametrize("opset", [9, 13])
