@@ -20,7 +20,7 @@ from ortgraph.graph.index_note import from_metadata
 from ortgraph.graph.verify import verify
 from ortgraph.ops.spec import GENERATED, KERNELS
 from ortgraph.ops.targets import target_of
-from ortgraph.runtime import inference_export, labelled_rows, selection
+from ortgraph.runtime import inference_export, labelled_rows, padded_rows, selection
 from ortgraph.runtime.batch import Batch, bind_dims, check_bound, check_dtype, check_limits, named
 from ortgraph.runtime.buckets import Buckets, Sizes, size_limits
 from ortgraph.runtime.detect import detect_runtime
@@ -103,6 +103,7 @@ class TrainingSession(SessionState):
         self._programs: OrderedDict[tuple, Program] = OrderedDict()
         self._evaluation_form: TrainingGraph | None = None
         self._label_note = labelled_rows.label_note(graph)
+        self._packing = padded_rows.PaddingRows.of(graph)
         self._max_shapes, self._on_plan = max_shapes, on_plan
         self._made: set[tuple[str, tuple]] = set()
         self._limits = size_limits(graph)
@@ -332,11 +333,13 @@ class TrainingSession(SessionState):
         return result.copy()
 
     def _key(self, kind: str, arrays: Mapping[str, np.ndarray], dims: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-        """What tells programs of a kind apart: sizes of dimensions, and the rows that the batch's labels need."""
+        """What tells programs of a kind apart: sizes of dimensions, and the rows that the batch's mask and labels need."""
         key = tuple(sorted(dims.items()))
-        if self._label_note is None or kind not in labelled_rows.KINDS:
+        if kind not in labelled_rows.KINDS:
             return key
-        rows = self._label_note.rows(arrays[self._label_note.input])
+        packed = 0 if self._packing is None else self._packing.rows(arrays, dims)
+        key = (*key, (padded_rows.KEY, packed)) if packed else key
+        rows = 0 if self._label_note is None else self._label_note.rows(arrays[self._label_note.input], packed)
         return (*key, (labelled_rows.KEY, rows)) if rows else key
 
     def _feed_tangents(self, program: Program, tangents: Mapping[str, np.ndarray]) -> None:
@@ -362,6 +365,7 @@ class TrainingSession(SessionState):
             self._forget()
             sizes = dict(key)
             rows, seconds = sizes.pop(labelled_rows.KEY, 0), time.perf_counter() - start
+            sizes.pop(padded_rows.KEY, 0)
             planned = Planned(kind, sizes, rows, seconds, found.arena_bytes, (kind, key) in self._made)
             self._made.add((kind, key))
             planned.log(self._max_shapes)
@@ -380,11 +384,16 @@ class TrainingSession(SessionState):
             source, cache = self._evaluation_form, self._evaluation
         else:
             source, cache = self.graph, self._prepared
-        rows = dims.pop(labelled_rows.KEY, 0)
+        rows, packed = dims.pop(labelled_rows.KEY, 0), dims.pop(padded_rows.KEY, 0)
         if key not in cache:
-            cut = labelled_rows.prepare_labelled(source, rows, dims, self.target) if rows else None
-            if rows and cut is None:
-                self._label_note = None  # why: the whole graph serves, under one key
+            if packed and self._packing is not None:
+                cut = self._packing.prepare(packed, rows, dims, self.target)
+            else:
+                cut = labelled_rows.prepare_labelled(source, rows, dims, self.target) if rows else None
+            if packed and cut is None:
+                self._packing = None  # why: the whole graph serves, under one key
+            elif rows and cut is None:
+                self._label_note = None
             cache[key] = prepare(source, dims, self.target) if cut is None else cut
         return Program(kind, cache[key], wanted, pairs, self._memory, self.threads, self._poison)
 
@@ -402,7 +411,7 @@ class TrainingSession(SessionState):
 
 def _shape(key: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
     """The sizes of dimensions in a program's key."""
-    return tuple(part for part in key if part[0] != labelled_rows.KEY)
+    return tuple(part for part in key if part[0] not in (labelled_rows.KEY, padded_rows.KEY))
 
 
 def _check_for_device(graph: TrainingGraph, target: str, poison: bool) -> None:
