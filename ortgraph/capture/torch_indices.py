@@ -74,6 +74,8 @@ def _notes_of(
 ) -> Iterator[IndexNote]:
     argument, table, wraps = _READERS[name]
     given = call_arguments(node)
+    if not isinstance(given.get("ignore_index"), int | None):
+        return  # a symbolic size: what is legal differs from batch to batch
     shape = given[table].meta["val"].shape
     read = given[argument] if isinstance(given[argument], (list, tuple)) else [given[argument]]
     for axis, index in enumerate(read):

@@ -130,6 +130,30 @@ class Sums(nn.Module):
         return ((x + y) * self.w).sum()
 
 
+class Answers(nn.Module):
+    """Positions beyond the text are ignored: the ignored label is the length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+        scores = self.head(x).squeeze(-1)
+        length = scores.size(1)
+        inside = F.cross_entropy(scores, start.clamp(0, length), ignore_index=length)
+        return inside + F.cross_entropy(2 * scores, start, ignore_index=length, reduction="sum")
+
+
+def test_a_symbolic_label_is_ignored(check_capture):
+    torch.manual_seed(0)
+    dynamic = {"x": ROWS_AND_COLUMNS, "start": {0: "batch"}}
+    batches = [
+        {"x": torch.randn(rows, length, 6), "start": torch.tensor([0, length, length - 1, 1])[:rows]}
+        for rows, length in ((4, 7), (3, 5), (2, 9))
+    ]
+    check_capture(Answers(), batches[0], dynamic=dynamic, run_batches=batches[1:], repeats=2)
+
+
 def test_equal_sizes_share_one_name(caplog):
     batch = {"x": torch.ones(4, 3), "y": torch.ones(4, 3)}
     graph = ortgraph.capture(Sums(), batch, dynamic={"x": {0: "rows"}, "y": {-2: "lines"}})
