@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -103,7 +104,7 @@ def _combined(
         at = np.maximum(at, other)
     sides = []
     for side in ("off", "on"):
-        given = [None if bits is None else getattr(bits, side) for bits in inputs]
+        given: list[Any] = [None if bits is None else getattr(bits, side) for bits in inputs]
         made = _LOGIC[node.op_type](*given) if node.op_type in _LOGIC else evaluate(node, given, version)[0]
         sides.append(np.broadcast_to(made, shape))
     return MaskBits(at, *sides)

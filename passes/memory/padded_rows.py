@@ -135,7 +135,7 @@ class _Masked:
         for node in graph.graph:
             first = {_ATTENTION: 0, _ATTENTION_GRADIENT: 1}.get(op_key(node))
             bias = None if first is None else given(node, 3 if first == 0 else 6)
-            if first is None or bias not in bits:
+            if first is None or bias is None or bias not in bits:
                 continue
             q, k, v = (_sequences(node, node.inputs[first + i], i) for i in range(3))
             if q is None or (k, v) != (shape, shape) or q[0] != shape[0]:
@@ -165,7 +165,7 @@ class _Search:
         shape = static_shape(mask)
         assert shape is not None
         self.graph, self.bits, self.own, self.other = graph, bits, masked.own, masked.other
-        self.found = Padding(mask, *shape, empty=bool(masked.other))
+        self.found = Padding(mask, shape[0], shape[1], bool(masked.other))
         self.rows = self.found.rows
         self.zero: set[ir.Value] = set()  # rows of padding are zero
         self.turned: set[ir.Value] = set()  # the same for [batch, heads, length, width]
