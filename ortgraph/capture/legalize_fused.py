@@ -14,6 +14,8 @@ from ortgraph.graph.edit import remove_node
 from ortgraph.ops.builder import Builder
 from ortgraph.ops.infer import infer_node
 
+ML = "ai.onnx.ml"
+
 
 def expand_fused(graph: ir.Graph, names: Names) -> int:
     """Take every fused operator of this table apart. Returns how many.
@@ -23,7 +25,7 @@ def expand_fused(graph: ir.Graph, names: Names) -> int:
     """
     count = 0
     for node in list(graph):
-        rule = RULES.get(node.op_type) if node.domain == CONTRIB else None
+        rule = {CONTRIB: RULES, ML: ML_RULES}.get(node.domain, {}).get(node.op_type)
         if rule is None:
             infer_node(node, graph.opset_imports)
             continue
@@ -36,6 +38,8 @@ def expand_fused(graph: ir.Graph, names: Names) -> int:
                 raise _refuse(node, f"its output {old.name!r} is read")
         remove_node(node)
         count += 1
+    if not any(node.domain == ML for node in graph.all_nodes()):
+        graph.opset_imports.pop(ML, None)
     return count
 
 
@@ -171,6 +175,18 @@ def _skip_simplified_layer_norm(b: Builder, node: ir.Node) -> list[ir.Value | No
     return [normal, None, inverse, total]
 
 
+def _array_feature_extractor(b: Builder, node: ir.Node) -> list[ir.Value]:
+    """Columns of X by their numbers; of a vector, a row of them: how scikit-learn's labels are looked up."""
+    x, columns = node.inputs[:2]
+    if x is None or x.shape is None:
+        raise _refuse(node, "the rank of its input is not known")
+    picked = b.op("Gather", x, b.op("Reshape", columns, b.ints([-1])), axis=-1)
+    return [b.op("Unsqueeze", picked, b.ints([0])) if len(x.shape) == 1 else picked]
+
+
+ML_RULES: dict[str, Callable[[Builder, ir.Node], Sequence[ir.Value | None]]] = {
+    "ArrayFeatureExtractor": _array_feature_extractor,
+}
 RULES: dict[str, Callable[[Builder, ir.Node], Sequence[ir.Value | None]]] = {
     "BiasGelu": _gelu,
     "FastGelu": _gelu,

@@ -267,3 +267,23 @@ def test_a_name_that_is_made_twice_is_told(onnx_tools):
     model = onnx_tools.make_model("g (float[4] x) => (float[4] y) { y = Sin(x) y = Cos(x) }")
     with pytest.raises(InputError, match="y"):
         from_onnx(model, loss="mse")
+
+
+def test_a_classifier_of_scikit_learn(onnx_tools):
+    """Its label is looked up by an operator of another domain, beside the probabilities that are trained."""
+    text = (
+        "g (float[n,4] x, float[4,3] w) => (int64[n] label, float[n,3] p) { c = Constant<value=int64[3] {7,8,9}>() "
+        "y = MatMul(x, w) p = Softmax<axis=1>(y) i = ArgMax<axis=1>(p) f = ai.onnx.ml.ArrayFeatureExtractor(c, i) "
+        "s = Constant<value_ints=[-1]>() label = Reshape(f, s) }"
+    )
+    header = '<ir_version: 8, opset_import: ["" : 17, "ai.onnx.ml" : 1]>'
+    model = onnx.parser.parse_model(header + text)
+    del model.graph.input[1]
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.eye(4, 3, dtype=np.float32), "w"))
+    batch = {"x": np.random.default_rng(0).standard_normal((5, 4)).astype(np.float32)}
+    want = onnx_tools.run_model(model, batch)
+    graph = from_onnx(model, loss="mse", output="p")
+    got = onnx_tools.run_graph(graph, {**batch, "targets": np.zeros((5, 3), np.float32)})
+    np.testing.assert_array_equal(got["label"], want["label"])
+    np.testing.assert_allclose(got["p"], want["p"], rtol=1e-6)
+    assert np.abs(got["w.grad"]).max() > 0
