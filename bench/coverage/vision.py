@@ -50,7 +50,8 @@ TABLE: dict[str, tuple[str, str, tuple[str, ...], int, dict[str, Any]]] = {
     ),
     "efficientnet": (
         "EfficientNetForImageClassification", "EfficientNetConfig", (), 32,
-        {"image_size": 32, "width_coefficient": 0.2, "depth_coefficient": 0.2, "hidden_dim": 256, "dropout_rate": DROPOUT,
+        {"image_size": 32, "initializer_range": 0.2,  # with less its gradients vanish
+         "width_coefficient": 0.2, "depth_coefficient": 0.2, "hidden_dim": 256, "dropout_rate": DROPOUT,
          "drop_connect_rate": DROPOUT, "in_channels": [32, 16, 24], "out_channels": [16, 24, 40], "kernel_sizes": [3, 3, 5],
          "strides": [1, 2, 2], "num_block_repeats": [1, 1, 1], "expand_ratios": [1, 6, 6], "depthwise_padding": []},
     ),
@@ -75,7 +76,8 @@ TABLE: dict[str, tuple[str, str, tuple[str, ...], int, dict[str, Any]]] = {
     ),
     "mobilevit": (
         "MobileViTForImageClassification", "MobileViTConfig", (), 64,
-        {"image_size": 64, "hidden_sizes": [16, 24, 32], "neck_hidden_sizes": [8, 8, 16, 16, 24, 32, 32], **DROPS,
+        {"image_size": 64, "initializer_range": 0.1,
+         "hidden_sizes": [16, 24, 32], "neck_hidden_sizes": [8, 8, 16, 16, 24, 32, 32], **DROPS,
          "num_attention_heads": 4, "mlp_ratio": 2.0, "expand_ratio": 2.0, "classifier_dropout_prob": DROPOUT},
     ),
     "levit": (

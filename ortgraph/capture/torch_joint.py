@@ -110,14 +110,17 @@ def trace_joint(
         if lost:
             raise _lost(error, lost) from error
         raise _refusal(error, "AOTAutograd", names, module) from error
+    literals = _attributes_to_inputs(graph_module)
+    constants |= {slot.target: getattr(graph_module, slot.target) for slot in literals}
     uppers = {str(symbol): bounds.upper for symbol, bounds in program.range_constraints.items()}
-    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    added = {slot.node for slot in literals}
+    placeholders = [n for n in graph_module.graph.find_nodes(op="placeholder") if n not in added]
     output = graph_module.graph.output_node()
     results = torch.utils._pytree.tree_leaves(output.args[0], is_leaf=lambda x: x is None)
     roles = torch.utils._pytree.tree_leaves(output.meta["desc"], is_leaf=lambda x: x is None)
     return JointTrace(
         graph_module,
-        tuple(_input_slot(node) for node in placeholders),
+        (*(_input_slot(node) for node in placeholders), *literals),
         tuple(_output_slot(role, node, names) for role, node in zip(roles, results, strict=True)),
         constants,
         {symbol: int(upper) for symbol, upper in uppers.items() if getattr(upper, "is_Integer", False)},
@@ -161,6 +164,22 @@ def _constants_to_buffers(exported: GraphModule, buffers: set[str]) -> dict[str,
             if target not in buffers:
                 constants[target] = value
     return constants
+
+
+def _attributes_to_inputs(traced: GraphModule) -> tuple[Slot, ...]:
+    """Tensors that AOTAutograd found in the code itself, when it traced the module and not its export, as buffers."""
+    slots = []
+    for node in traced.graph.find_nodes(op="get_attr"):
+        value = getattr(traced, str(node.target))
+        if type(value) is not torch.Tensor:
+            continue
+        with traced.graph.inserting_before(next(iter(traced.graph.nodes))):
+            held = traced.graph.placeholder(str(node.target))
+        held.meta["val"] = node.meta.get("val", value)
+        node.replace_all_uses_with(held)
+        traced.graph.erase_node(node)
+        slots.append(Slot("buffer", str(node.target), -1, held))
+    return tuple(slots)
 
 
 def _input_slot(node: Node) -> Slot:
@@ -241,7 +260,7 @@ def _refusal(error: Exception, by: str, names: Sequence[str], module: torch.nn.M
     sentence = next((line[2:] for line in lines if line.startswith("- ")), lines[0] if lines else "no reason given")
     for tail in (" If you're using ", " For more information", " (unhinted"):
         sentence = sentence.split(tail)[0]
-    kind = type(error).__name__
+    kind, (path, line) = type(error).__name__, _running(error, module)
     if "num_batches_tracked" in text:
         hint = "give BatchNorm a momentum: the cumulative average (momentum=None) needs the count as a number"
     elif any(word in text for word in ("data-dependent", "item()", "bool(")) or "DataDependent" in kind:
@@ -249,13 +268,12 @@ def _refusal(error: Exception, by: str, names: Sequence[str], module: torch.nn.M
             "replace Python control flow and .item() on tensor values by torch.where or masks; where it belongs to the "
             "loss, give loss= a function of the scores instead of labels to the module"
         )
-        if "experts" in text:
+        if "experts" in text + path:
             hint = "set experts_implementation='batched_mm' in the model's config; else " + hint
     elif "Constraints violated" in text or "specialized" in sentence:
         hint = "leave this dimension out of dynamic=, or change the code that fixes it"
     else:
         hint = "run the module on this batch alone first; if that works, simplify the code at this place"
-    path, line = _running(error, module)
     place = user_frame(text) or line
     where = (f" {path}" if path else "") + (f" at {place}" if place else "")
     return CaptureError(f"{by} cannot trace the module{where}: {sentence} ({kind})", hint)

@@ -79,10 +79,12 @@ def aliased(m, x):
 @pytest.mark.parametrize(
     "combine",
     [
-        lambda m, x: Round.apply(m.a(x)) * m.b(x), lambda m, x: rounded(m.a(x)) * m.b(x), without_gradient, hooked,
-        recomputed, inner_gradient, written_in_place, aliased,
+        lambda m, x: Round.apply(m.a(x)) * m.b(x), lambda m, x: rounded(m.a(x)) * m.b(x),
+        lambda m, x: rounded(m.a(x)) * torch.tensor([0.5, 1, 2, 3]) * m.b(x),
+        without_gradient, hooked, recomputed, inner_gradient, written_in_place, aliased,
     ],
-    ids=["function", "named_function", "no_grad", "hook", "checkpoint", "inner_gradient", "in_place", "alias"],
+    ids=["function", "named_function", "function_and_literal", "no_grad",
+         "hook", "checkpoint", "inner_gradient", "in_place", "alias"],
 )  # fmt: skip
 def test_gradients_as_autograd_has_them(check_capture, combine):
     torch.manual_seed(0)
