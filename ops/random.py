@@ -5,7 +5,7 @@ that the work per element is two int32 products, one sum and one comparison, all
 All arithmetic wraps around. With ``e`` the flat index of an element, ``i = e // 256`` and ``j = e % 256``:
 
     seed = mix(key * KEY + step * STEP)                          int64, one per run
-    z    = mix(seed + node * NODE + i * ROW)                     int64, one per 256 elements
+    z    = mix(seed + (node + 1) * NODE + i * ROW)               int64, one per 256 elements
     hi   = z >> 32 (unsigned),  lo = (z xor hi) mod 2^32
     x    = int32(hi) * COLUMN[j] + (int32(lo) | 1)               int32, always odd since COLUMN is even
     y    = x * x                                                 int32
@@ -15,7 +15,8 @@ All arithmetic wraps around. With ``e`` the flat index of an element, ``i = e //
 
 Why it is good enough: ``mix`` spreads every bit of its argument over all others, so (hi, lo) of different rows, nodes,
 steps and keys behave as independent. x is uniform over the odd numbers, so y, whose odd values are met equally often,
-gives exactly uniform U. Within a row, two columns differ by hi (COLUMN[j] - COLUMN[k]): COLUMN / 2 has 256 different
+gives exactly uniform U. mix(0) is 0, whose words are all alike: node + 1 keeps the first draw of a run with key 0, whose seed
+is 0, away from it. Within a row, two columns differ by hi (COLUMN[j] - COLUMN[k]): COLUMN / 2 has 256 different
 residues modulo 256, so that difference takes at least 2^23 values; the square keeps sums of a few columns from being
 constant. tests/ops/test_random.py measures rate, neighbours, nodes, steps and keys.
 """
@@ -87,9 +88,9 @@ def _reference_words(key: int, step: int, node: int, count: int) -> np.ndarray:
 
 
 def row_offsets(node: int, rows: int) -> np.ndarray:
-    """``node * NODE + i * ROW`` for every row, int64 [rows, 1]."""
+    """``(node + 1) * NODE + i * ROW`` for every row, int64 [rows, 1]."""
     with np.errstate(over="ignore"):
-        start = np.array([node], np.int64) * NODE
+        start = np.array([node + 1], np.int64) * NODE
         return (start + np.arange(rows, dtype=np.int64) * ROW).reshape(-1, 1)
 
 

@@ -30,7 +30,7 @@ inline constexpr Columns kColumns;
 class Generator {
  public:
   Generator(const Tensor& key, const Tensor& step, std::int64_t node)
-      : start_(static_cast<std::uint64_t>(node) * kNode) {
+      : start_((static_cast<std::uint64_t>(node) + 1) * kNode) {
     expect(key && key.shape.count() == 1 && step && step.shape.count() == 1, "Key and Step must have one element");
     seed_ = mix(static_cast<std::uint64_t>(*key.ints()) * kKey + static_cast<std::uint64_t>(*step.ints()) * kStep);
   }
