@@ -11,6 +11,8 @@ from transformers import Trainer
 
 from ortgraph.dynamo.ort_module import ORTModule
 
+_CLASSIFIERS = tuple(f"For{of}Classification" for of in ("Sequence", "Image", "Video", "Audio"))
+
 
 class LossModule(ORTModule):
     """Returns the loss that a trainer computes from the module's outputs, and nothing else.
@@ -44,6 +46,7 @@ class LossModule(ORTModule):
         """
         if isinstance(num_items_in_batch, int | float):
             num_items_in_batch = torch.tensor(float(num_items_in_batch))
+        _settle_problem_type(self._original, inputs.get("labels"))
         return self._compiled(dict(inputs), num_items_in_batch)
 
 
@@ -64,6 +67,23 @@ def loss_of_trainer(trainer: Trainer) -> Callable[..., torch.Tensor]:
         return Trainer.compute_loss(seen, model, inputs, num_items_in_batch=items)  # type: ignore[arg-type, return-value]
 
     return loss
+
+
+def _settle_problem_type(model: Any, labels: Any) -> None:
+    """Write into a classifier's configuration what its first forward call would, by the same rule.
+
+    A graph that is compiled before would be compiled once more for the second call.
+    """
+    config = getattr(model, "config", None)
+    if getattr(model, "loss_type", None) not in _CLASSIFIERS or not isinstance(labels, torch.Tensor):
+        return
+    if getattr(config, "problem_type", "") is None:
+        several = (
+            "single_label_classification"
+            if labels.dtype in (torch.int64, torch.int32)
+            else "multi_label_classification"
+        )
+        config.problem_type = "regression" if config.num_labels == 1 else several
 
 
 def _same(model: torch.nn.Module) -> torch.nn.Module:

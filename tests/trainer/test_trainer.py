@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from transformers import TrainingArguments
 
 import ortgraph
@@ -35,6 +36,16 @@ def test_dropout_differs_by_step_and_repeats_by_seed(small: Any, tmp_path: Any) 
     assert runs[0] == runs[1] != runs[2]
     first, second = runs[0][:8], runs[0][8:]  # two epochs over the same rows, weights unchanged
     assert abs(np.mean(first) - np.mean(second)) > 1e-4  # the order of the rows alone changes last bits
+
+
+@pytest.mark.parametrize("name", ["bert", "vit"])
+def test_a_classifier_is_compiled_once(small: Any, tmp_path: Any, name: str) -> None:
+    """Its first forward call writes the problem's type into the configuration, which graphs depend on."""
+    trainer = trainer_of(small, tmp_path, name, max_steps=3)
+    before = counters["stats"]["unique_graphs"]
+    trainer.train()
+    assert counters["stats"]["unique_graphs"] == before + 1
+    assert trainer.model.config.problem_type == "single_label_classification"
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
