@@ -75,15 +75,11 @@ def _settle_problem_type(model: Any, labels: Any) -> None:
     A graph that is compiled before would be compiled once more for the second call.
     """
     config = getattr(model, "config", None)
-    if getattr(model, "loss_type", None) not in _CLASSIFIERS or not isinstance(labels, torch.Tensor):
+    if config is None or getattr(model, "loss_type", None) not in _CLASSIFIERS or not isinstance(labels, torch.Tensor):
         return
     if getattr(config, "problem_type", "") is None:
-        several = (
-            "single_label_classification"
-            if labels.dtype in (torch.int64, torch.int32)
-            else "multi_label_classification"
-        )
-        config.problem_type = "regression" if config.num_labels == 1 else several
+        kind = "single_label" if labels.dtype in (torch.int64, torch.int32) else "multi_label"
+        config.problem_type = "regression" if config.num_labels == 1 else f"{kind}_classification"
 
 
 def _same(model: torch.nn.Module) -> torch.nn.Module:

@@ -141,7 +141,7 @@ class _Masked:
             if q is None or (k, v) != (shape, shape) or q[0] != shape[0]:
                 continue
             own = q == shape
-            if hides_padding(bits[bias], *shape, queries=None if own else q[1]):
+            if hides_padding(bits[bias], shape[0], shape[1], queries=None if own else q[1]):
                 (self.own if own else self.other).add(node)
 
     def __len__(self) -> int:

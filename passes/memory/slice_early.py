@@ -84,7 +84,7 @@ def _places(live: Liveness, settled: dict[ir.Node, int]) -> dict[ir.Node, list[i
     follow: dict[ir.Node, list[ir.Node]] = {}
     for node in sorted(settled, key=live.position.__getitem__):
         makers = [live.order[settled[node]], *(v.producer() for v in values_read(node))]
-        place[node] = max(place.get(m, live.position.get(m, -1)) for m in makers)  # type: ignore[arg-type, call-overload]
+        place[node] = max(place.get(m, live.position.get(m, -1)) for m in makers)  # type: ignore[arg-type]
         follow.setdefault(live.order[place[node]], []).append(node)
     return follow
 
