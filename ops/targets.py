@@ -162,7 +162,7 @@ def reason_not_run(node: ir.Node, target: str, opset: int) -> str | None:
     if node.domain == KERNELS:
         return None
     if node.domain == GENERATED:
-        return importlib.import_module("ortgraph.ops.generated").reason() or None
+        return importlib.import_module("ortgraph.ops.generated").reason(node.op_type) or None
     return f"{target} does not know the domain {node.domain!r}"
 
 

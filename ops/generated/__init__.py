@@ -22,13 +22,13 @@ from ortgraph.errors import PlanError, RuntimeSetupError
 from ortgraph.graph.edit import static_shape
 from ortgraph.ops import kernels
 from ortgraph.ops.generated.bodies import adopt, bind, body_of
-from ortgraph.ops.generated.compiled import build, kernel_folder
+from ortgraph.ops.generated.compiled import build, why_absent
 from ortgraph.ops.generated.expressions import ROW, Region
 from ortgraph.ops.generated.layout import completed, input_count, layout, sizes
 from ortgraph.ops.generated.operators import read_region
 from ortgraph.ops.generated.schedule import inplace_pairs, schedule
 from ortgraph.ops.generated.source import Writer
-from ortgraph.ops.kernels.library import find_compiler, scratch
+from ortgraph.ops.kernels.library import find_compiler
 from ortgraph.ops.shapes import Types, element_count
 from ortgraph.ops.spec import GENERATED as DOMAIN
 from ortgraph.ops.spec import OpSpec
@@ -40,29 +40,31 @@ _INLINE_ROW = 4096  # generated.h: rows up to here keep their intermediate value
 
 
 def available() -> bool:
-    """Whether kernels can be generated here: there is a compiler, and room for what it makes. Never raises."""
+    """Whether kernels can be generated, or those that are kept used: there is a compiler. Never raises."""
     return reason() == ""
 
 
-def reason() -> str:
-    """Why kernels cannot be generated here; empty when they can."""
+def reason(op_type: str | None = None) -> str:
+    """Why kernels cannot be used here; with an operator, why its kernel cannot. Empty: they can.
+
+    A cache that cannot be written gives the kernels that it holds.
+    """
     try:
         find_compiler()
-        with scratch(kernel_folder()):
+        if op_type is None or kernels.reason():
             return kernels.reason()  # what cannot be loaded from the same cache
+        return why_absent(op_type)
     except RuntimeSetupError as error:
         return str(error)
-    except OSError as error:
-        return f"{kernel_folder()} cannot be written ({error}); set ORTGRAPH_CACHE_DIR to a writable folder"
 
 
 def reason_of(function: ir.Function) -> str | None:
-    """Why no kernel can be written for a body; None when one can."""
+    """Why no kernel can be made for a body; None when one can, or is kept."""
     try:
-        Writer(function.name, read_region(function)).text()
+        text = Writer(function.name, read_region(function)).text()
     except ValueError as error:
         return str(error)
-    return None
+    return why_absent(function.name, text) or None
 
 
 def library_path(model: ir.Model) -> pathlib.Path:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import hashlib
 import logging
 import pathlib
+import shutil
+import tempfile
 from collections.abc import Sequence
 
 from ortgraph.errors import RuntimeSetupError
@@ -71,7 +74,9 @@ def build(names: tuple[str, ...]) -> pathlib.Path:
     target = root / key / _LIBRARY
     if library.intact(target):
         return target
-    objects = _objects(compiler, root / "objects", units)
+    place = root if not _unwritable() else _spare_folder()
+    objects = _objects(compiler, root, place, units)
+    target = place / key / _LIBRARY
     with library.written(target) as fresh:
         library.call(compiler, "-shared", *library.link_flags(), *map(str, objects), "-o", str(fresh))
     return target
@@ -86,14 +91,42 @@ def _environment_key(compiler: str) -> str:
     return library.content_key(compiler, _flags(), headers)
 
 
-def _objects(compiler: str, folder: pathlib.Path, units: dict[str, str]) -> list[pathlib.Path]:
-    """One object per unit, those that are missing compiled in parallel."""
-    paths = {
-        name: folder / f"{name}_{hashlib.sha256(text.encode()).hexdigest()[:16]}.o" for name, text in units.items()
-    }
+def why_absent(name: str, text: str | None = None) -> str:
+    """Why the kernel of an operator, whose source may be given, is not there and cannot be kept; empty otherwise."""
+    why = _unwritable()
+    if not why:
+        return ""
+    root = kernel_folder() / _environment_key(library.find_compiler())
+    return "" if library.intact(_object(root, name, text or kernel_source(name))) else why
+
+
+def _unwritable() -> str:
+    try:
+        with library.scratch(kernel_folder()):
+            return ""
+    except OSError as error:
+        return f"{kernel_folder()} cannot be written ({error}); set ORTGRAPH_CACHE_DIR to a writable folder"
+
+
+@functools.cache
+def _spare_folder() -> pathlib.Path:
+    """For this process: links of kernels whose cache, in an image for instance, can only be read."""
+    folder = tempfile.mkdtemp(prefix="ortgraph-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return pathlib.Path(folder)
+
+
+def _object(root: pathlib.Path, name: str, text: str) -> pathlib.Path:
+    return root / "objects" / f"{name}_{hashlib.sha256(text.encode()).hexdigest()[:16]}.o"
+
+
+def _objects(compiler: str, root: pathlib.Path, place: pathlib.Path, units: dict[str, str]) -> list[pathlib.Path]:
+    """One object per unit, from ``root`` or, those that are missing there, compiled in parallel into ``place``."""
+    paths = {name: _object(root, name, text) for name, text in units.items()}
     missing = [name for name, path in paths.items() if not library.intact(path)]
+    paths |= {name: _object(place, name, units[name]) for name in missing}
     logger.info("compiling %d of %d generated kernels with %s", len(missing), len(units), compiler)
-    options = (*(_precompiled(compiler, folder.parent) if missing else ()), *_flags())
+    options = (*(_precompiled(compiler, place) if missing else ()), *_flags())
     with contextlib.ExitStack() as stack:
         made = {name: stack.enter_context(library.written(paths[name])) for name in missing}
         sources = {name: path.with_suffix(".cpp") for name, path in made.items()}

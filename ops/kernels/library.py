@@ -21,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from ortgraph.errors import RuntimeSetupError
@@ -34,6 +35,7 @@ _FLAGS = (
 )  # fmt: skip
 _LIBRARY = "libortgraph_kernels.so"
 _TIMEOUT = 300  # seconds
+_STALE = 24 * 3600  # seconds
 _CPU_FIELDS = ("model name", "flags", "Features", "CPU part")
 _SEAL = b"ortgraph whole"  # followed by the checksum
 
@@ -139,8 +141,15 @@ def written(target: pathlib.Path) -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def scratch(folder: pathlib.Path) -> Iterator[pathlib.Path]:
-    """An empty folder inside a folder of the cache, removed at the end. Raises OSError where that cannot be written."""
+    """An empty folder inside a folder of the cache, removed at the end. Raises OSError where that cannot be written.
+
+    What processes that were killed left there goes, once it is older than any build takes.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(f"{tempfile.gettempprefix()}*"):
+        with contextlib.suppress(OSError):  # another process removes it, too
+            if left.is_dir() and time.time() - left.stat().st_mtime > _STALE:
+                shutil.rmtree(left)
     with tempfile.TemporaryDirectory(dir=folder) as made:
         yield pathlib.Path(made)
 

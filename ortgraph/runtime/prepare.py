@@ -47,8 +47,8 @@ def prepare(graph: TrainingGraph, dims: Mapping[str, int], target: str) -> Train
             run_passes(ready, FOLD)
         refuse_single_values(ready.graph)
     tail = recorded_tail(graph)
-    if _lost(ready):
-        logger.warning("fused regions run as single operators: %s", generated.reason())
+    if lost := _lost(ready):
+        logger.warning("fused regions run as single operators: %s", lost)
     if not lowered or _waits(ready, target):
         run_passes(ready, ",".join((f"lower{{target={target}}}", *(tail or (CLEAN,)))))
     elif dynamic:  # a memory budget waits for sizes, too
@@ -56,9 +56,10 @@ def prepare(graph: TrainingGraph, dims: Mapping[str, int], target: str) -> Train
     return lift_constants(ready)
 
 
-def _lost(graph: TrainingGraph) -> bool:
-    """Whether the graph has fused regions, and this machine no compiler for them."""
-    return any(node.domain == GENERATED for node in graph.graph) and not generated.available()
+def _lost(graph: TrainingGraph) -> str:
+    """Why a fused region of the graph has no kernel on this machine; empty when all have."""
+    kinds = dict.fromkeys(node.op_type for node in graph.graph if node.domain == GENERATED)
+    return next((why for why in map(generated.reason, kinds) if why), "")
 
 
 def _waits(graph: TrainingGraph, target: str) -> bool:
