@@ -114,6 +114,7 @@ def apply(out: Output, graph: TrainingGraph, request: Request) -> Any:
     """Run the pipeline and the asked verification; returns the OptimizeResult.
 
     Raises:
+        InputError: The file of the batch cannot be used.
         PassError, VerificationError: A pass or a check failed.
     """
     from ortgraph.cli.instruments import PrintAfter
@@ -121,6 +122,8 @@ def apply(out: Output, graph: TrainingGraph, request: Request) -> Any:
     from ortgraph.manager.numerics import require_equal
     from ortgraph.manager.optimize import optimize
 
+    if request.batch is not None:  # also where no check reads it: a wrong file is told, and before the work
+        options.batch_of(graph, request.sizes, request.batch)
     with out.progress("optimizing") as tell:
         instruments: list[Instrument] = [Progress(tell)]
         if request.print_after is not None:

@@ -99,6 +99,7 @@ def test_user_mistakes(cli, graph_file, tmp_path):
     assert "--shapes" in refused(cli, graph_file, "-o", out, "--shapes", "batch:8")
     assert "'batch'" in refused(cli, graph_file, "-o", out, "--shapes", "batch=8")
     assert "level 'all'" in refused(cli, graph_file, "-o", out, "--verify", "all")
+    assert "missing.npz: no such file" in refused(cli, graph_file, "-o", out, "--batch", tmp_path / "missing.npz")
     assert "target 'gpu'" in refused(cli, graph_file, "-o", out, "--target", "gpu")
     assert "no output" in refused(cli, graph_file)
     assert "no such folder" in refused(cli, graph_file, "-o", tmp_path / "no" / "o.onnx")
