@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 from typing import Annotated, Any
 
@@ -42,6 +43,13 @@ def run(
         raise InputError(f"--part {part!r} is unknown", f"one of {', '.join(_PARTS)}")
     target, count = detect_runtime().target, threads or default_threads()
     path = out_path or cost_file.machine_path()
+    if path.is_dir():
+        raise InputError(f"{path}: is a folder", "give a file name")
+    if path.is_file():  # its other sections stay; told before a minute of measuring
+        try:
+            json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise InputError(f"{path}: exists and is no cost table ({error})", "give another file") from error
     machine = calibrate.machine(count)
     sections: dict[str, Any] = {}
     if part != "nodes":

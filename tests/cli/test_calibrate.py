@@ -51,3 +51,12 @@ def test_one_part_keeps_the_other(quick):
 
 def test_an_unknown_part(quick):
     assert run("--part", "everything").exit_code == 2
+
+
+@pytest.mark.parametrize(("text", "said"), [(None, "is a folder"), ("no table", "is no cost table")])
+def test_a_file_that_cannot_be_the_table_is_told_before_measuring(quick, monkeypatch, text, said):
+    monkeypatch.setattr(calibrate, "measure", None)
+    path = quick / "table.json"
+    path.mkdir() if text is None else path.write_text(text)
+    ran = run("-o", str(path))
+    assert ran.exit_code == 2 and said in ran.output
