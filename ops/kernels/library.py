@@ -90,9 +90,12 @@ def build_library(name: str, files: Sequence[pathlib.Path]) -> pathlib.Path:
     library = cache_folder() / content_key(compiler, (*options, *link), files) / name
     if intact(library):
         return library
-    logger.info("compiling %s with %s %s", name, compiler, " ".join(options))
+    units = [file for file in files if file.suffix == ".cpp"]
+    level = logging.WARNING if len(units) > 1 else logging.INFO  # why: nobody should wait and not know for what
+    logger.log(level, "compiling %s (%d C++ files) into %s, once", name, len(units), library.parent)
+    logger.info("with %s %s", compiler, " ".join(options))
     with written(library) as fresh:
-        objects = {unit: fresh.with_name(f"{unit.stem}.o") for unit in files if unit.suffix == ".cpp"}
+        objects = {unit: fresh.with_name(f"{unit.stem}.o") for unit in units}
         compile_units(compiler, options, objects)
         call(compiler, *link, *map(str, objects.values()), "-o", str(fresh))
     return library

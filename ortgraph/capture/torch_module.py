@@ -187,14 +187,18 @@ def _called(
     return loss(outputs)
 
 
+# Names of a second parameter that gets the labels; by any other name it gets the whole batch.
+_TARGETS = ("target", "targets", "label", "labels", "y", "y_true", "t")
+
+
 def is_criterion(loss: Loss) -> bool:
-    """Whether a loss is called as ``loss(output, target)``: a torch.nn loss, or a second parameter named target."""
+    """Whether a loss is called as ``loss(output, target)``: a torch.nn loss, or a second parameter of ``_TARGETS``."""
     if isinstance(loss, torch.nn.Module):
         return True
     if not callable(loss):
         return False
     names = _positional(loss)
-    return len(names) > 1 and names[1] in ("target", "targets", "label", "labels")
+    return len(names) > 1 and names[1] in _TARGETS
 
 
 def takes_batch(loss: Callable[..., Any]) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
@@ -28,6 +30,8 @@ def to_numpy(name: str, item: Any) -> np.ndarray:
     if hasattr(item, "detach") and hasattr(item, "cpu"):
         item = item.detach().cpu()
         try:
+            if str(item.dtype) == "torch.bfloat16":  # NumPy knows it by its bits only
+                return item.view(importlib.import_module("torch").int16).numpy().view(ml_dtypes.bfloat16)
             return item.numpy()
         except (TypeError, RuntimeError) as error:
             raise BatchError(

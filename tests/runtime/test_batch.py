@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import pytest
 
 from ortgraph.errors import BatchError
+from ortgraph.runtime.batch import to_numpy
 from ortgraph.runtime.session import TrainingSession
 
 
@@ -91,6 +93,13 @@ def test_dimension_that_no_input_names(bench, dim) -> None:
     session = TrainingSession(TrainingGraph(ir.Model(t.graph, ir_version=10), Signature(loss="loss", inputs=("a",))))
     with pytest.raises(BatchError, match="input 'a': dimension .* cannot be told"):
         session.loss({"a": np.ones((6, 2), np.float32)})
+
+
+def test_bfloat16_tensors():
+    torch = pytest.importorskip("torch")
+    values = torch.tensor([[1.0, -2.5], [1e30, 0.0]]).bfloat16()
+    made = to_numpy("x", values)
+    assert made.dtype == ml_dtypes.bfloat16 and made.astype(np.float32).tolist() == values.float().tolist()
 
 
 def test_float_inputs(linear_graph) -> None:

@@ -23,6 +23,14 @@ def test_criterion_module_takes_the_last_item(check_capture, scores, plain_loss)
     check_capture(module, batch, loss=F.cross_entropy, loss_of=plain_loss)
 
 
+@pytest.mark.parametrize(
+    "loss", [lambda out, y: F.cross_entropy(out, y), lambda out, y_true: F.cross_entropy(out, y_true)]
+)
+def test_a_function_of_output_and_target_is_told_by_a_name(check_capture, scores, plain_loss, loss):
+    module, x, y = scores
+    check_capture(module, {"x": x, "target": y}, loss=loss, loss_of=plain_loss)
+
+
 def test_criterion_weights_are_a_buffer(run_captured, scores):
     module, x, y = scores
     weight = torch.tensor([1.0, 2.0, 3.0])
