@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import pathlib
 import statistics
 import time
@@ -16,7 +17,7 @@ import typer
 from ortgraph.capture.build_spec import BuildSpec, UserCode
 from ortgraph.cli import options
 from ortgraph.cli.output import Output, verb
-from ortgraph.errors import InputError
+from ortgraph.errors import InputError, NonFiniteLossError
 from ortgraph.manager.precision_option import precision_pass
 from ortgraph.plan.budget import check_budget
 
@@ -79,12 +80,23 @@ def run(
         out.say(f"resumed {checkpoint} at step {session.steps}")
     save = None if checkpoint is None else functools.partial(session.save_checkpoint, checkpoint)
     losses, milliseconds = _train(out, spec, session, steps, batches, save, save_every)
+    write = functools.partial(_write, session, save, export_inference)
+    try:
+        scores = evaluate(spec, session)
+    except NonFiniteLossError:
+        raise
+    except BaseException:  # the training is kept when only what follows it fails
+        write()
+        raise
+    write()
+    _show(out, losses, milliseconds, session, scores, report, checkpoint)
+
+
+def _write(session: Any, save: Callable[[], object] | None, inference: pathlib.Path | None) -> None:
     if save is not None:
         save()
-    if export_inference is not None:
-        session.export_inference(export_inference)
-    scores = evaluate(spec, session)
-    _show(out, losses, milliseconds, session, scores, report, checkpoint)
+    if inference is not None:
+        session.export_inference(inference)
 
 
 def _session(
@@ -168,7 +180,22 @@ def _train(
 
 
 def evaluate(spec: BuildSpec, session: Any) -> dict[str, float]:
-    """What the build function's ``evaluate`` says: its own numbers, or the mean loss over its batches."""
+    """What the build function's ``evaluate`` says: its own numbers, or the mean loss over its batches.
+
+    Raises:
+        InputError: The function raises, or returns something else than numbers.
+        NonFiniteLossError: The loss (of a function: the number that it calls ``loss``) is NaN or infinite.
+    """
+    scores = _scores(spec, session)
+    if not math.isfinite(scores.get("loss", 0.0)):
+        raise NonFiniteLossError(
+            f"the loss of the evaluation after step {session.steps} is {scores['loss']}; this state is not saved",
+            "lower the learning rate or set max_grad_norm",
+        )
+    return scores
+
+
+def _scores(spec: BuildSpec, session: Any) -> dict[str, float]:
     from ortgraph.cli.capturing import feeds
 
     if spec.evaluate is None:

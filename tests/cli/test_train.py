@@ -136,6 +136,18 @@ def test_a_loss_that_is_not_finite(cli, build_file, tmp_path):
     assert not folder.exists(), "no checkpoint of spoiled weights"
 
 
+def test_an_evaluation_whose_loss_is_not_finite(cli, build_file, tmp_path):
+    folder = tmp_path / "checkpoint"
+    spoiled = "data[1] = {**data[1], 'x': data[1]['x'] * float('nan')}\n    return {"
+    target = edit(build_file, "return {", spoiled)
+    ran = cli("train", target, "--steps", 1, "--checkpoint", folder)
+    assert ran.code == 4 and "evaluation after step 1 is nan" in ran.err and "Traceback" not in ran.err
+    assert not folder.exists(), "no checkpoint of spoiled weights"
+    target = edit(build_file, '"evaluate": data[:2]', '"evaluate": lambda session: 1 / 0')
+    assert cli("train", target, "--steps", 1, "--checkpoint", folder).code == 2
+    assert folder.exists(), "a mistake in the evaluation does not lose the training"
+
+
 @pytest.mark.parametrize(
     ("spoiled", "message"),
     [
