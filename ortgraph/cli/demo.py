@@ -75,10 +75,24 @@ def run(
         precision=precision,
     )
     outcome = _measure(out, plan, folder)
-    remarks = [*busy, *_processor_remarks()]
+    remarks = [*_too_few(plan, outcome["result"]), *busy, *_processor_remarks()]
     _write(folder, outcome, remarks)
     _show(out, outcome, folder, remarks)
     out.result(outcome["result"])
+
+
+def _too_few(plan: Any, result: dict[str, Any]) -> list[str]:
+    """Why there is no speed-up, where there is none."""
+    from ortgraph.cli.demo_run import LEAST_TIMED, WARM_UP
+
+    if result["speedup"] is not None:
+        return []
+    done = result["steps"]
+    cause = f"--steps {done}" if done == plan.steps else f"the {plan.seconds:g} seconds of --quick were over"
+    return [
+        f"Stopped after {done} steps per side ({cause}), {WARM_UP} of them warm-up: too few steps to compare: use "
+        f"--steps {WARM_UP + LEAST_TIMED} or more."
+    ]
 
 
 def _prepare(folder: pathlib.Path) -> None:
@@ -212,7 +226,11 @@ def _show(out: Output, outcome: dict[str, Any], folder: pathlib.Path, remarks: l
 
 
 def _summary(r: dict[str, Any], curves: Any) -> list[tuple[str, str]]:
-    timed, mib = len(curves.timed()[0]), {k: r[k] / 2**20 for k in r if k.endswith("_bytes")}
+    speedup = "none: too few steps to compare"
+    if r["speedup"] is not None:
+        timed = len(curves.timed()[0])
+        speedup = f"{r['speedup']:.2f} (median ratio of {timed} steps run in turn, {r['threads']} threads each)"
+    mib = {k: r[k] / 2**20 for k in r if k.endswith("_bytes")}
     ends = curves.loss_pytorch[:_MEAN], curves.loss_pytorch[-_MEAN:], curves.loss_ortgraph[-_MEAN:]
     first, eager, ours = (statistics.mean(losses) for losses in ends)
     return [
@@ -220,7 +238,7 @@ def _summary(r: dict[str, Any], curves: Any) -> list[tuple[str, str]]:
         ("gradients", f"largest relative difference to PyTorch and to the unoptimized graph "
                       f"{r['gradient_max_relative_error']:.1e}"),
         ("time per step", f"PyTorch {r['ms_per_step_pytorch']:.1f} ms, ortgraph {r['ms_per_step_ortgraph']:.1f} ms"),
-        ("speed-up", f"{r['speedup']:.2f} (median ratio of {timed} steps run in turn, {r['threads']} threads each)"),
+        ("speed-up", speedup),
         ("loss", f"{first:.3f} → PyTorch {eager:.3f}, ortgraph {ours:.3f}; the curves differ by at most "
                  f"{r['loss_max_difference']:.1e}"),
         ("accuracy", f"PyTorch {r['accuracy_pytorch']:.1%}, ortgraph {r['accuracy_ortgraph']:.1%} of held-out texts "

@@ -19,6 +19,7 @@ from ortgraph.ops.precision import FP32
 
 Batch = Mapping[str, np.ndarray]
 WARM_UP = 3  # steps left out of the timing: both sides allocate and tune in them
+LEAST_TIMED = 5  # steps behind the warm-up from which a speed-up is told
 _RAMP = 10  # steps over which the learning rate grows to its value
 GRADIENTS = ("ortgraph to PyTorch", "ortgraph to unoptimized", "ortgraph to float64", "PyTorch to float64")
 
@@ -65,8 +66,10 @@ class Curves:
         return self.ms_pytorch[start:], self.ms_ortgraph[start:]
 
     @property
-    def speedup(self) -> float:
-        """Median over steps of PyTorch's time by ortgraph's for the same batch."""
+    def speedup(self) -> float | None:
+        """Median over steps of PyTorch's time by ortgraph's for the same batch; None below LEAST_TIMED steps."""
+        if len(self.ms_pytorch) - WARM_UP < LEAST_TIMED:
+            return None
         return statistics.median(a / b for a, b in zip(*self.timed(), strict=True))
 
 

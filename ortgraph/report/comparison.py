@@ -45,7 +45,7 @@ def comparison_page(
     """
     page = Page("ortgraph beside PyTorch")
     page.figures([
-        ("times as fast", f"{result['speedup']:.2f}"),
+        ("times as fast", "too few steps" if result["speedup"] is None else f"{result['speedup']:.2f}"),
         ("ms per step, PyTorch", f"{result['ms_per_step_pytorch']:.1f}"),
         ("ms per step, ortgraph", f"{result['ms_per_step_ortgraph']:.1f}"),
         ("largest gradient difference", f"{result['gradient_max_relative_error']:.1e}"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import ortgraph
+from ortgraph.cli.demo import _summary, _too_few
 from ortgraph.cli.demo_data import CLASSES, LENGTH, PADDING, VOCABULARY, load_demo_data
 from ortgraph.cli.demo_model import Size, make_model
 from ortgraph.cli.demo_run import GRADIENTS, Curves, Plan, accuracies, gradient_errors, train_both
@@ -107,8 +108,23 @@ def test_the_time_limit_ends_a_run(data):
 
 
 def test_speedup_is_the_median_of_ratios():
-    curves = Curves([1.0] * 6, [1.0] * 6, [9.0, 9.0, 9.0, 2.0, 4.0, 90.0], [1.0, 1.0, 1.0, 1.0, 4.0, 45.0])
-    assert curves.speedup == 2.0, "of 2/1, 4/4 and 90/45, without the warm-up"
+    slow, fast = [9.0, 9.0, 9.0, 2.0, 4.0, 90.0, 3.0, 2.0], [1.0, 1.0, 1.0, 1.0, 4.0, 45.0, 1.0, 1.0]
+    curves = Curves([1.0] * 8, [1.0] * 8, slow, fast)
+    assert curves.speedup == 2.0, "of 2/1, 4/4, 90/45, 3/1 and 2/1, without the warm-up"
+
+
+def test_too_few_steps_have_no_speedup():
+    curves = Curves([1.0] * 7, [1.0] * 7, [2.0] * 7, [1.0] * 7)
+    assert curves.speedup is None
+    plan = Plan(steps=64, batch=8, held_out=1, seconds=18.0, lr=1e-3, threads=2)
+    (remark,) = _too_few(plan, {"speedup": None, "steps": 4})
+    assert "the 18 seconds of --quick were over" in remark and "too few steps to compare: use --steps" in remark
+    assert not _too_few(plan, {"speedup": 1.5, "steps": 64})
+    numbers = "nodes_before nodes_after gradient_max_relative_error ms_per_step_pytorch ms_per_step_ortgraph threads " \
+              "loss_max_difference accuracy_pytorch accuracy_ortgraph accuracy_guessing arena_bytes arena_bound_bytes " \
+              "parameter_bytes state_bytes"  # fmt: skip
+    shown = dict(_summary({**dict.fromkeys(numbers.split(), 1), "speedup": None}, curves))
+    assert shown["speed-up"] == "none: too few steps to compare"
 
 
 def test_foreign_files_are_left_alone(cli, tmp_path):
