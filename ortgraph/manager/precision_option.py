@@ -9,6 +9,10 @@ from ortgraph.errors import InputError
 from ortgraph.ops.precision import FP32, PRECISIONS
 
 Overrides = Mapping[str, "str | Sequence[str]"] | str
+_ALIASES = {
+    "bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "half": "fp16", "fp16": "fp16",
+    "float32": "fp32", "float": "fp32", "fp32": "fp32",
+}  # fmt: skip
 _KEYS = ("keep", "low")
 _PATTERN = re.compile(r"[^\s,{}|;=]+")
 
@@ -20,7 +24,9 @@ def check_precision(precision: object) -> str:
         InputError: It is something else.
     """
     if precision not in PRECISIONS:
-        raise InputError(f"unknown precision {precision!r}", f"one of {', '.join(PRECISIONS)}")
+        near = _ALIASES.get(str(precision).lower().removeprefix("torch."))
+        meant = f"did you mean {near!r}? " if near else ""
+        raise InputError(f"unknown precision {precision!r}", f"{meant}one of {', '.join(PRECISIONS)}")
     return str(precision)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from ortgraph.errors import InputError
 from ortgraph.manager import parse_pipeline
@@ -38,6 +39,12 @@ def test_the_pass_reads_back():
 def test_other_precisions_are_refused(bad):
     with pytest.raises(InputError, match="unknown precision"):
         check_precision(bad)
+
+
+@pytest.mark.parametrize("given", ["bfloat16", "BF16", torch.bfloat16])
+def test_other_names_of_a_precision_are_understood(given):
+    with pytest.raises(InputError, match="did you mean 'bf16'"):
+        check_precision(given)
 
 
 def test_tolerances_grow_with_the_unit(linear_graph):
