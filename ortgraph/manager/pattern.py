@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -55,11 +56,26 @@ class PatternPass(RewritePass):
         return None
 
     def check(self, match: Match, graph: TrainingGraph) -> str | None:
+        _check_names(self.condition, "condition", self.name, (), match)
         return self.condition(**match.facts)
 
     def rewrite(self, build: Builder, match: Match) -> Sequence[ir.Value]:
+        _check_names(self.replacement, "replacement", self.name, ("op",), match)
         made = self.replacement(build, **match.facts)
         return (made,) if isinstance(made, ir.Value) else tuple(made)
+
+
+def _check_names(function: Callable[..., Any], role: str, name: str, first: tuple[str, ...], match: Match) -> None:
+    """Raises PassError, with the place of the function, where it does not take the names of the pattern."""
+    try:
+        inspect.signature(function).bind(*first, **match.facts)
+    except TypeError as error:
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        place = f"{code.co_filename}:{code.co_firstlineno}: " if code is not None else ""
+        raise PassError(
+            f"{place}the {role} of pass {name} does not take the values of its pattern: {error}",
+            f"name its arguments as the pattern does: ({', '.join((*first, *match.facts))})",
+        ) from error
 
 
 @functools.lru_cache(maxsize=64)
