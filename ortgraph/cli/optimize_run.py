@@ -203,6 +203,10 @@ def show(out: Output, result: Any, request: Request, time_passes: bool) -> None:
     out.table("Operators", ("operator", "before", "after", "change"), changes, right=(1, 2, 3))
     if request.explain is not None:
         _explain(out, explained(request.explain, report.passes))
+    if any(r.name == "select-recompute" and r.refusals for r in report.passes):
+        out.say(
+            "memory budget: dimensions are symbolic, so the session meets it for each batch shape; --shapes binds them"
+        )
     out.say(f"{report.nodes_before} → {report.nodes_after} nodes in {report.seconds:.2f} s")
 
 
