@@ -172,10 +172,15 @@ def read_graph(out: Output, path: pathlib.Path) -> TrainingGraph:
     """``load`` with a spinner: a large file takes seconds.
 
     Raises:
-        InputError: See ``ortgraph.load``; also when the path is a folder.
+        InputError: See ``ortgraph.load``; also when the path is a folder or names a build function.
     """
     if path.is_dir():
         raise InputError(f"{path}: is a folder, not an .onnx file", "name the file in it")
+    if str(path).partition(":")[0].endswith(".py"):
+        raise InputError(
+            f"{path}: is a build function, and this command takes a training graph (.onnx)",
+            f"`ortgraph export {path} -o train.onnx` first, then name train.onnx",
+        )
     with out.progress(f"reading {path}"):
         return load(path)
 

@@ -92,6 +92,7 @@ def test_user_mistakes(cli, graph_file, tmp_path):
     assert "absent.onnx" in refused(cli, tmp_path / "absent.onnx", "-o", out)
     text = tmp_path / "text.onnx"
     text.write_text("no model")
+    assert "`ortgraph export model.py:build -o train.onnx` first" in refused(cli, "model.py:build", "-o", out)
     assert "not a readable ONNX model" in refused(cli, text, "-o", out)
     assert "eliminate-dead-code" in refused(cli, graph_file, "-o", out, "-p", "eliminate-dead-cod")
     assert "eliminate-dead-code" in refused(cli, graph_file, "-o", out, "--explain", "eliminate-dead-cod")
@@ -270,3 +271,24 @@ def test_a_plugin_whose_option_has_no_default_is_refused_under_a_preset(cli, gra
     path.write_text(text.replace("    def run", "    size: int\n\n    def run"))
     ran = cli("optimize", graph_file, "-o", out, "-O1", "--plugin", path)
     assert ran.code == 2 and "'needs' cannot be made without options" in ran.err and not out.exists()
+
+
+def test_a_plugin_whose_replacement_names_other_values_is_told_with_its_place(cli, graph_file, tmp_path):
+    path, out = tmp_path / "names.py", tmp_path / "out.onnx"
+    path.write_text(
+        "from ortgraph.manager import fusion\n\n\n"
+        "def pattern(op, x, w):\n    return op.MatMul(x, w)\n\n\n"
+        "@fusion('wrong-names', pattern, after='captured')\n"
+        "def WrongNames(op, a, b):\n    return op.MatMul(a, b)\n"
+    )
+    said = refused(cli, graph_file, "-o", out, "-O1", "--plugin", path)
+    assert f"{path}:8: the replacement of pass wrong-names" in said and "(op, x, w)" in said and not out.exists()
+
+
+def test_a_budget_over_symbolic_dimensions_is_left_to_the_session(cli, build_file, tmp_path):
+    path, out = tmp_path / "net.onnx", tmp_path / "out.onnx"
+    words = ("--dynamic", "x:0=batch", "--dynamic", "y:0=batch")
+    assert cli("export", f"{build_file}:build", "-o", path, *words).code == 0
+    line = "the session meets it for each batch shape"
+    assert line in cli("optimize", path, "-o", out, "--memory-budget", "90%").out
+    assert line not in cli("optimize", path, "-o", out).out
