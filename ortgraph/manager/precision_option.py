@@ -24,10 +24,15 @@ def check_precision(precision: object) -> str:
         InputError: It is something else.
     """
     if precision not in PRECISIONS:
-        near = _ALIASES.get(str(precision).lower().removeprefix("torch."))
-        meant = f"did you mean {near!r}? " if near else ""
-        raise InputError(f"unknown precision {precision!r}", f"{meant}one of {', '.join(PRECISIONS)}")
+        raise InputError(f"unknown precision {precision!r}", precision_hint(precision))
     return str(precision)
+
+
+def precision_hint(precision: object) -> str:
+    """What to try in place of an unknown precision: the one meant, and all there are."""
+    near = _ALIASES.get(str(precision).lower().removeprefix("torch."))
+    meant = f"did you mean {near!r}? " if near else ""
+    return f"{meant}one of {', '.join(PRECISIONS)}"
 
 
 def parse_overrides(overrides: Overrides | None) -> dict[str, tuple[str, ...]]:

@@ -12,6 +12,7 @@ import torch
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
 from ortgraph.errors import InputError
+from ortgraph.manager.precision_option import precision_hint
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 CHECKPOINTING_BUDGET = "50%"  # what activation checkpointing asks for, said as a memory budget
@@ -76,7 +77,7 @@ class _Compiler:
         launcher = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         asked = self.precision or flagged or (launcher if launcher in PRECISIONS else "fp32")
         if asked not in PRECISIONS:
-            raise InputError(f"precision={asked!r}", f"one of {', '.join(PRECISIONS)}")
+            raise InputError(f"precision={asked!r}", precision_hint(asked))
         if flags.bf16 and flags.fp16:
             raise InputError("bf16=True and fp16=True", "choose one")
         if flagged not in (None, asked):
