@@ -153,7 +153,7 @@ def find_culprit(out: Output, graph: TrainingGraph, request: Request) -> dict[st
     """Bisect the pipeline and show the culprit; None when every pass keeps loss and gradients."""
     from ortgraph.manager.bisect import bisect
 
-    passes = _passes(request)
+    passes = _passes(graph, request)
     feeds = options.batch_of(graph, request.sizes, request.batch)
     with out.progress("bisecting", total=len(passes)) as tell:
         culprit = bisect(graph, passes, feeds, tell=lambda name: tell(name, advance=1))
@@ -169,26 +169,16 @@ def find_culprit(out: Output, graph: TrainingGraph, request: Request) -> dict[st
     return dataclasses.asdict(culprit)
 
 
-def _passes(request: Request) -> list[Any]:
-    """The pipeline as passes, plugins included."""
-    from ortgraph.manager import parse_pipeline, registry
-    from ortgraph.manager.precision_option import precision_pass
+def _passes(graph: TrainingGraph, request: Request) -> list[Any]:
+    """The passes that ``optimize`` runs, plugins included."""
+    from ortgraph.manager import PassManager
+    from ortgraph.manager.optimize import passes_of
 
-    if request.pipeline not in registry.preset_names():
-        return list(parse_pipeline(request.pipeline))
-    options_ = {
-        "optimizer": request.optimizer,
-        "target": request.target,
-        "shapes": request.sizes,
-        "memory_budget": request.budget,
-        "precision": precision_pass(request.precision, request.overrides),
-    }
-    preset = registry.preset(request.pipeline, accumulation_steps=1, **options_)
-    passes: list[Any] = []
-    for p in preset:
-        passes.append(p)
-        passes += request.passes_after.get(getattr(p, "sets_stage", None) or "", ())
-    return passes
+    passes = passes_of(
+        request.pipeline, optimizer=request.optimizer, target=request.target, memory_budget=request.budget,
+        shapes=request.sizes or None, precision=request.precision, precision_overrides=request.overrides,
+    )  # fmt: skip
+    return PassManager(passes, passes_after=request.passes_after).sequence(graph.stage)
 
 
 def show(out: Output, result: Any, request: Request, time_passes: bool) -> None:

@@ -105,37 +105,19 @@ def optimize(
         PassError, VerificationError: See PassManager.run.
     """
     _check_kinds(graph, pipeline, optimizer)
-    target = target_of(target).text
-    cast = precision_pass(precision, precision_overrides)
-    optimizer = _scaled(optimizer, loss_scale, precision)
-    if memory_budget is not None:
-        memory_budget = check_budget(memory_budget)
-    options: dict[str, Any] = {"remove_padding": True} if remove_padding else {}
-    if remove_padding and pipeline not in ("O2", "O3"):
-        raise InputError("remove_padding goes with O2", "put remove-padding before mark-optimized in your pipeline")
-    if isinstance(pipeline, str) and _is_preset(pipeline):
-        passes: Sequence[ir.passes.PassBase] = registry.preset(
-            pipeline,
-            optimizer=optimizer,
-            target=target,
-            shapes=dict(shapes or {}),
-            accumulation_steps=accumulation_steps,
-            distributed=distributed,
-            memory_budget=memory_budget,
-            precision=cast,
-            **options,
-        )
-    else:
-        if cast:
-            raise InputError("a precision goes with a preset", f"put {cast} behind mark-optimized in your pipeline")
-        if memory_budget is not None:
-            raise InputError(
-                "a memory budget goes with a preset",
-                "put select-recompute{budget=...} before plan-memory in your pipeline",
-            )
-        if optimizer is not None:
-            raise InputError("an optimizer is attached by a preset", "put attach-optimizer{...} into your pipeline")
-        passes = parse_pipeline(pipeline) if isinstance(pipeline, str) else tuple(pipeline)
+    passes = passes_of(
+        pipeline,
+        optimizer=optimizer,
+        target=target,
+        precision=precision,
+        precision_overrides=precision_overrides,
+        memory_budget=memory_budget,
+        shapes=shapes,
+        accumulation_steps=accumulation_steps,
+        loss_scale=loss_scale,
+        remove_padding=remove_padding,
+        distributed=distributed,
+    )
     extra = {k: parse_pipeline(v) if isinstance(v, str) else tuple(v) for k, v in (passes_after or {}).items()}
     result = graph.clone()
     before = count_operators(result)
@@ -148,6 +130,55 @@ def optimize(
         operators_after=count_operators(result),
     )
     return OptimizeResult(result, full)
+
+
+def passes_of(
+    pipeline: str | Sequence[ir.passes.PassBase] = "O2",
+    *,
+    optimizer: Any = None,
+    target: str = "onnxruntime-training",
+    precision: str = "fp32",
+    precision_overrides: Overrides | None = None,
+    memory_budget: str | int | None = None,
+    shapes: Mapping[str, int] | None = None,
+    accumulation_steps: int = 1,
+    loss_scale: Any = None,
+    remove_padding: bool = False,
+    distributed: bool = False,
+) -> tuple[ir.passes.PassBase, ...]:
+    """The passes that ``optimize`` runs for these options, but for ``passes_after``. Raises as ``optimize``."""
+    target = target_of(target).text
+    cast = precision_pass(precision, precision_overrides)
+    optimizer = _scaled(optimizer, loss_scale, precision)
+    if memory_budget is not None:
+        memory_budget = check_budget(memory_budget)
+    options: dict[str, Any] = {"remove_padding": True} if remove_padding else {}
+    if remove_padding and pipeline not in ("O2", "O3"):
+        raise InputError("remove_padding goes with O2", "put remove-padding before mark-optimized in your pipeline")
+    if isinstance(pipeline, str) and _is_preset(pipeline):
+        return tuple(
+            registry.preset(
+                pipeline,
+                optimizer=optimizer,
+                target=target,
+                shapes=dict(shapes or {}),
+                accumulation_steps=accumulation_steps,
+                distributed=distributed,
+                memory_budget=memory_budget,
+                precision=cast,
+                **options,
+            )
+        )
+    if cast:
+        raise InputError("a precision goes with a preset", f"put {cast} behind mark-optimized in your pipeline")
+    if memory_budget is not None:
+        raise InputError(
+            "a memory budget goes with a preset",
+            "put select-recompute{budget=...} before plan-memory in your pipeline",
+        )
+    if optimizer is not None:
+        raise InputError("an optimizer is attached by a preset", "put attach-optimizer{...} into your pipeline")
+    return tuple(parse_pipeline(pipeline) if isinstance(pipeline, str) else pipeline)
 
 
 def _check_kinds(graph: Any, pipeline: Any, optimizer: Any) -> None:

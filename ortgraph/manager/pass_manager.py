@@ -96,7 +96,7 @@ class PassManager:
             )
         if self.verify != "off":
             rules.verify(graph, self.verify, by="(input graph)")
-        sequence = self._sequence(graph.stage)
+        sequence = self.sequence(graph.stage)
         records = []
         with _collector_paused():
             before = _look(graph) if self.verify != "off" else None
@@ -106,7 +106,7 @@ class PassManager:
         seconds = time.perf_counter() - started
         return PipelineReport(pipeline_text(sequence), tuple(records), nodes, graph.node_count(), self.verify, seconds)
 
-    def _sequence(self, stage: str) -> list[ir.passes.PassBase]:
+    def sequence(self, stage: str) -> list[ir.passes.PassBase]:
         """The passes with those of ``passes_after`` put where the pipeline leaves their stage."""
         unknown = set(self.passes_after) - set(STAGES)
         if unknown:

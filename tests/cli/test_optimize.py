@@ -156,6 +156,18 @@ def test_bisect_names_the_pass(cli, graph_file, tmp_path, spoiler):
     assert ran.code == 0 and ran.json == {"culprit": None}
 
 
+@pytest.mark.parametrize("more", [("-O1",), ("-O2", "--optimizer", "adamw")])
+def test_bisect_runs_a_preset_with_its_plugins(cli, graph_file, tmp_path, more):
+    name, plugin = f"spoil-at{more[0].lower()}", tmp_path / "spoil.py"
+    plugin.write_text(
+        PLUGIN.replace('"spoil"', f'"{name}"').replace(
+            'after: ClassVar[str] = "optimized"', 'after: ClassVar[str] = "captured"'
+        )
+    )
+    ran = cli("optimize", graph_file, *more, "--plugin", plugin, "--bisect", "--json")
+    assert ran.code == 1 and ran.json["culprit"]["name"] == name
+
+
 def test_a_plugin_is_inserted_into_a_preset(cli, graph_file, tmp_path, spoiler):
     ran = cli("optimize", graph_file, "-o", tmp_path / "out.onnx", "-O1", "--plugin", spoiler, "--json")
     assert ran.code == 0, ran.err
