@@ -48,6 +48,7 @@ def test_a_suite_that_cannot_run_counts_as_short(monkeypatch) -> None:
     assert "no_such_module" in rows[0].setting
 
 
+@pytest.mark.slow
 def test_instances_dropped_into_the_folder_are_run(tmp_path, capsys) -> None:
     graph = {
         "graph": {"order": "[0, 1, 2]"},

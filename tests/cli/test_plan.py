@@ -120,6 +120,7 @@ def test_the_planned_graph_is_written_and_keeps_every_bit(cli, step_file, tmp_pa
     assert "recomputations of an earlier plan" in again.out
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="resident sizes are read from /proc")
 def test_measured_beside_planned(cli, step_file):
     words = ("plan", step_file, "--memory-budget", "60%", "--seconds", 2, "--measure", "--threads", 1)
@@ -144,6 +145,7 @@ def test_sweep_as_json(cli, step_file):
     assert all((p["overhead"] is None) == bool(p["reason"]) for p in points)
 
 
+@pytest.mark.slow
 def test_largest_batch(cli, free_file):
     words = (
         "plan",

@@ -17,7 +17,7 @@ CHANGED = ("group=64",)  # counted differently by releases: two tiles or one
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler")
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_declared_is_what_is_allocated(threads):
     chosen = runnable(TARGET)
     assert len(chosen) > 25

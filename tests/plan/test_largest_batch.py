@@ -66,6 +66,7 @@ def test_a_size_that_fails_by_chance_does_not_end_the_search(captured_blocks, mo
     assert largest_batch(captured_blocks, 600, largest=40).fit.size == 40
 
 
+@pytest.mark.slow
 def test_more_time_allows_a_larger_batch(captured_blocks, free) -> None:
     capped = largest_batch(captured_blocks, MEMORY, optimizer=AdamW(lr=1e-2), max_overhead=0.05, seconds=0.2)
     none = largest_batch(captured_blocks, MEMORY, optimizer=AdamW(lr=1e-2), max_overhead=0.0, seconds=0.2)

@@ -40,6 +40,7 @@ def test_points_are_the_plans_of_their_budgets(blocks) -> None:
     assert middle.plan.after.overhead <= alone.after.overhead
 
 
+@pytest.mark.slow
 def test_two_sweeps_are_equal(blocks) -> None:
     first, second = (sweep(blocks(64), points=3, seconds=2) for _ in range(2))
     assert [(p.budget, p.plan and p.plan.sequence) for p in first.points] == [

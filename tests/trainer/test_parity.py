@@ -47,7 +47,7 @@ def test_accumulation_is_one_large_batch(small: Any, tmp_path: Any) -> None:
     np.testing.assert_allclose(small.losses(parts), small.losses(large), rtol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2"])
+@pytest.mark.parametrize("name", ["bert", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_label_smoothing(small: Any, tmp_path: Any, name: str) -> None:
     theirs, ours = (trained(small, tmp_path, name, o, label_smoothing_factor=0.1) for o in (False, True))
     np.testing.assert_allclose(small.losses(ours), small.losses(theirs), rtol=TOLERANCE)

@@ -59,6 +59,7 @@ def test_low_precision_learns_alike(small: Any, tmp_path: Any, precision: str) -
     assert (low.accelerator.scaler is not None) == (precision == "fp16")
 
 
+@pytest.mark.slow
 def test_a_budget_changes_no_loss(small: Any, tmp_path: Any) -> None:
     """Given as a number it must be met, or the run would stop."""
     runs = [
@@ -70,6 +71,7 @@ def test_a_budget_changes_no_loss(small: Any, tmp_path: Any) -> None:
     assert list(small.losses(runs[0])) == list(small.losses(runs[1]))
 
 
+@pytest.mark.slow
 def test_checkpointing_of_a_graph_that_is_too_small(small: Any, tmp_path: Any) -> None:
     plain, tight = (trainer_of(small, tmp_path, activation_checkpointing=on, max_steps=2) for on in (None, True))
     plain.train()
@@ -90,7 +92,7 @@ def test_the_training_graph_is_saved(small: Any, tmp_path: Any) -> None:
     assert path.stat().st_mtime_ns == written
 
 
-@pytest.mark.parametrize("limit", [1.0, 0.0])
+@pytest.mark.parametrize("limit", [1.0, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_the_norm_of_gradients_is_without_the_loss_scale(small: Any, tmp_path: Any, limit: float) -> None:
     norms = []
     for precision in ("fp32", "fp16"):
@@ -109,6 +111,7 @@ def test_plain_arguments_are_enough(small: Any, tmp_path: Any) -> None:
         ORTTrainer(model=small.model("bert"), args=args)
 
 
+@pytest.mark.slow
 def test_training_twice_goes_on(small: Any, tmp_path: Any) -> None:
     trainer = trainer_of(small, tmp_path, max_steps=4)
     first = trainer.train().training_loss

@@ -78,7 +78,13 @@ def _resnet(attention: str, large: bool) -> Built:
 
 
 FAMILIES = {"t5": _t5, "t5-gated": _t5_gated, "llama": _llama, "masked-lm": _masked_lm, "resnet": _resnet}
-CASES = [(n, a) for n in FAMILIES for a in ("eager", "sdpa") if (n, a) != ("resnet", "sdpa")]
+_ALIKE = {"t5-gated"}  # T5 but for the activation
+CASES = [
+    pytest.param(n, a, marks=pytest.mark.slow if n in _ALIKE else ())
+    for n in FAMILIES
+    for a in ("eager", "sdpa")
+    if (n, a) != ("resnet", "sdpa")
+]
 
 
 def _built(name: str, attention: str, large: bool) -> Built:

@@ -161,7 +161,7 @@ def test_small_regions_do_not_pay(bench):
     assert "saves 256 bytes, less than 65536" in refusal.reason and not fused_nodes(graph)
 
 
-@pytest.mark.parametrize("make", [llama, bert, t5])
+@pytest.mark.parametrize("make", [llama, pytest.param(bert, marks=pytest.mark.slow), t5])
 def test_models_keep_their_gradients(make, tmp_path):
     """Dropout on: the same masks are drawn. Saved, loaded, planned: the same bits again."""
     torch.manual_seed(0)
