@@ -76,6 +76,24 @@ def test_parameters_are_never_constants_whatever_their_value(level, threads):
     assert not names & set(graph.graph.initializers)
 
 
+@pytest.mark.parametrize("level", [*LEVELS, "O3"])
+def test_names_in_are_names_out_through_every_pass_and_file(level, tmp_path):
+    """Parameters that presets transpose, cast, merge or group keep their names, in the graph and in its values' file."""
+    torch.manual_seed(0)
+    ids = torch.randint(0, 3, (5, 7))
+    batch = {"ids": ids, "labels": torch.where(ids == 1, 5, ids)}
+    captured = ortgraph.capture(Hazards(), batch)
+    names = {p.name for p in captured.signature.parameters}
+    for options in ({}, {"optimizer": ortgraph.optim.AdamW(), "precision": "bf16"}):
+        graph = ortgraph.optimize(captured, level, **options).graph
+        graph.save(tmp_path / "a.onnx")
+        loaded = ortgraph.load(tmp_path / "a.onnx")
+        for found in (graph, loaded):
+            assert {p.name for p in found.signature.parameters} == names == set(found.values) & names
+            assert names <= {v.name for v in found.graph.inputs}
+        assert names <= set(ortgraph.TrainingSession(loaded).state_dict())
+
+
 class TwoDropouts(torch.nn.Module):
     """Two draws on one input, returned so that they can be compared."""
 

@@ -13,6 +13,7 @@ import onnx_ir as ir
 import pytest
 import torch
 
+import ortgraph
 from ortgraph.capture.differentiate import differentiate
 from ortgraph.capture.from_onnx import from_onnx
 from ortgraph.capture.legalize_versions import convert_opset
@@ -306,3 +307,24 @@ def test_old_batch_norms_name_outputs_that_only_mark_training(opset, onnx_tools)
     read = text.replace("float loss", "float loss, float[2] m") + body.format(", m, v, saved, spread")
     with pytest.raises(UnsupportedError, match="statistics of BatchNormalization"):
         from_onnx(onnx_tools.make_model(read, opset=opset, **weights), loss="loss")
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("left", [True, False])
+def test_33_a_reciprocal_times_what_went_through_an_inference_dropout(level, threads, left, onnx_tools):
+    pair = "r, d" if left else "d, r"
+    text = (
+        HEAD
+        + ", float[3] s) => (float loss) { h = MatMul(x, w) d, mask = Dropout(h) e = Exp(s) r = Reciprocal(e)"
+        + f" y = Mul({pair})"
+        + TAIL
+    )
+    model = onnx_tools.make_model(text, w=W, s=np.array([0.1, -0.2, 0.3], np.float32))
+    graph = ortgraph.optimize(from_onnx(model, "loss"), level, verify="types").graph
+    got = ortgraph.TrainingSession(graph, threads=threads).gradients(BATCH)
+    w, x = torch.tensor(W, dtype=torch.float64, requires_grad=True), torch.tensor(BATCH["x"], dtype=torch.float64)
+    s = torch.tensor([0.1, -0.2, 0.3], dtype=torch.float64, requires_grad=True)
+    torch.sin((1 / s.exp()) * (x @ w)).mean().backward()
+    for name, want in (("w", w.grad), ("s", s.grad)):
+        onnx_tools.assert_close(got[name], want.numpy(), name)
