@@ -6,13 +6,14 @@ import logging
 
 import numpy as np
 import pytest
-import torch
-from torch import nn
-from torch.nn import functional as F
 
-import ortgraph
-from ortgraph.errors import BatchError, InputError
-from ortgraph.runtime.buckets import Buckets
+torch = pytest.importorskip("torch", reason="modules are captured from PyTorch")
+
+import ortgraph  # noqa: E402
+from ortgraph.errors import BatchError, InputError  # noqa: E402
+from ortgraph.runtime.buckets import Buckets  # noqa: E402
+
+nn, F = torch.nn, torch.nn.functional
 
 DIMS = {"ids": {0: "batch", 1: "length"}, "mask": {0: "batch", 1: "length"}, "labels": {0: "batch", 1: "length"}}
 PADDING = {"ids": 0, "mask": 0, "labels": -100}
