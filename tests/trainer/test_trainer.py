@@ -48,7 +48,7 @@ def test_a_classifier_is_compiled_once(small: Any, tmp_path: Any, name: str) -> 
     assert trainer.model.config.problem_type == "single_label_classification"
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
 def test_low_precision_learns_alike(small: Any, tmp_path: Any, precision: str) -> None:
     full, low = (trainer_of(small, tmp_path, precision=p, optim="adamw_ort_fused") for p in ("fp32", precision))
     full.train()

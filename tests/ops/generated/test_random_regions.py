@@ -87,7 +87,7 @@ def check(fused, graph):
 common = {"deadline": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
 
 
-@settings(max_examples=20, **common)
+@settings(max_examples=10, **common)
 @given(graph=graphs)
 def test_random_regions(fused, graph):
     check(fused, graph)
