@@ -15,6 +15,7 @@ from ortgraph.dynamo.labelled import LabelledGraphs
 
 _OUTSTANDING = 2  # forward calls that may wait for their backward with gradients at hand
 _LENT = 4  # arenas in use, with gradients in them, before gradients get memory of their own
+_LEAST = 2.0**-16  # loss gradient of a run, in size
 _TOKEN = 24  # bytes: random key and step, loss gradient; an arena has more
 
 
@@ -119,8 +120,9 @@ class OneRun:
         given, used = float(tangents[self._seed]), float(token[16:].view(torch.float64))
         if given != used:
             torch._foreach_mul_(gradients, given / used)
-        # why not above 1: what a loss scaler tries must not overflow in a run that a smaller scale is for
-        self._factor = given if 0 < abs(given) <= 1 else 1.0
+        # why not above 1: what a loss scaler tries must not overflow in a run that a smaller scale is for; why not far
+        # below: small gradients of that run would be lost for a later call that has a larger one
+        self._factor = given if _LEAST <= abs(given) <= 1 else 1.0
         found = iter(gradients)
         return [next(found) if has else None for has in self._has]
 

@@ -76,6 +76,15 @@ def test_a_scaled_loss(made, batch):
     assert made[0]._halves is None
 
 
+def test_a_tiny_loss_gradient_leaves_nothing_behind(made, batch):
+    """The next run does not take it: its gradients would be rounded to the least numbers, and multiplied after."""
+    one, two = pair(Classifier(scores=False).eval())
+    for module in (one, two):
+        gradients(module, lambda m: (m(*batch) * 1e-42).backward())
+    assert_same(*(gradients(m, lambda m: m(*batch).backward()) for m in (one, two)))
+    assert len(made) == 1
+
+
 def test_gradients_against_float64(check_gradients, batch):
     x, y = batch[0].requires_grad_(), batch[1]
     check_gradients(Classifier().eval(), (x, y), lambda module, b: module(*b)[0].backward(), pipeline="O2")
