@@ -17,6 +17,7 @@ from ortgraph.ops.generated.bodies import body_of
 from ortgraph.ops.generated.operators import read_region
 from ortgraph.ops.generated.source import Writer
 from ortgraph.ops.kernels import library
+from ortgraph.ops.kernels.lock import one_at_a_time
 
 logger = logging.getLogger(__name__)
 _HERE = pathlib.Path(__file__).parent
@@ -75,11 +76,16 @@ def build(names: tuple[str, ...]) -> pathlib.Path:
     if library.intact(target):
         return target
     place = root if not _unwritable() else _spare_folder()
-    objects = _objects(compiler, root, place, units)
     target = place / key / _LIBRARY
+    with one_at_a_time(place / library.LOCK):  # why one for all libraries: they share objects
+        if not library.intact(target):  # another process may have made it meanwhile
+            _link(compiler, target, _objects(compiler, root, place, units))
+    return target
+
+
+def _link(compiler: str, target: pathlib.Path, objects: Sequence[pathlib.Path]) -> None:
     with library.written(target) as fresh:
         library.call(compiler, "-shared", *library.link_flags(), *map(str, objects), "-o", str(fresh))
-    return target
 
 
 def _flags() -> tuple[str, ...]:

@@ -2,9 +2,10 @@
 
 The folder's name is a hash of everything that the binary depends on (sources, compiler, flags, processor), so that a
 stale binary is never loaded and machines that share a home folder do not share binaries. The library is written
-under a temporary name and renamed: processes that build at the same time both end with a whole file. Its last bytes are
-a checksum of the others (loaders and linkers read no further than the headers say): what a crash of the machine or a bad
-disk leaves is compiled again, where loading it would end the process or compute something else.
+under a temporary name and renamed, so that readers find a whole file or none; of processes that want it at the same time
+one compiles, the others wait. Its last bytes are a checksum of the others (loaders and linkers read no further than the
+headers say): what a crash of the machine or a bad disk leaves is compiled again, where loading it would end the process or
+compute something else.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from ortgraph.errors import RuntimeSetupError
+from ortgraph.ops.kernels.lock import one_at_a_time
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ _FLAGS = (
     "-fPIC", "-fvisibility=hidden", "-Wno-psabi",
 )  # fmt: skip
 _LIBRARY = "libortgraph_kernels.so"
+LOCK = "lock"  # a file beside the library
 _TIMEOUT = 300  # seconds
 _STALE = 24 * 3600  # seconds
 _CPU_FIELDS = ("model name", "flags", "Features", "CPU part")
@@ -90,15 +93,23 @@ def build_library(name: str, files: Sequence[pathlib.Path]) -> pathlib.Path:
     library = cache_folder() / content_key(compiler, (*options, *link), files) / name
     if intact(library):
         return library
+    with one_at_a_time(library.with_name(LOCK)):
+        if not intact(library):  # another process may have made it meanwhile
+            _compile(library, compiler, options, link, files)
+    return library
+
+
+def _compile(
+    library: pathlib.Path, compiler: str, options: Sequence[str], link: Sequence[str], files: Sequence[pathlib.Path]
+) -> None:
     units = [file for file in files if file.suffix == ".cpp"]
     level = logging.WARNING if len(units) > 1 else logging.INFO  # why: nobody should wait and not know for what
-    logger.log(level, "compiling %s (%d C++ files) into %s, once", name, len(units), library.parent)
+    logger.log(level, "compiling %s (%d C++ files) into %s, once", library.name, len(units), library.parent)
     logger.info("with %s %s", compiler, " ".join(options))
     with written(library) as fresh:
         objects = {unit: fresh.with_name(f"{unit.stem}.o") for unit in units}
         compile_units(compiler, options, objects)
         call(compiler, *link, *map(str, objects.values()), "-o", str(fresh))
-    return library
 
 
 def intact(path: pathlib.Path) -> bool:

@@ -15,7 +15,7 @@ import logging
 import os
 import pathlib
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import onnx
@@ -24,6 +24,7 @@ import onnx_ir as ir
 from ortgraph.errors import OrtgraphError
 from ortgraph.graph import TrainingGraph
 from ortgraph.graph.edit import SOURCE_KEY
+from ortgraph.ops.kernels.lock import one_at_a_time
 
 logger = logging.getLogger(__name__)
 _SUFFIX = ".graph"
@@ -54,7 +55,8 @@ def cached(graph: TrainingGraph, facts: Sequence[str], make: Callable[[], Traini
     except OSError as error:
         logger.warning("compiled graphs are not kept: %s", error)
         return make()
-    with _alone(path):
+    # keys share a few lock files, so that these need not be cleaned up
+    with one_at_a_time(path.with_name(f"lock-{path.name[:1]}")):
         found = _read(path, graph)
         if found is not None:
             logger.info("compiled graph read from %s", path)
@@ -146,19 +148,6 @@ def _measured() -> str:
 
     path = machine_path()
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "shipped costs"
-
-
-@contextlib.contextmanager
-def _alone(path: pathlib.Path) -> Iterator[None]:
-    """One process at a time. Keys share a few lock files, so that these need not be cleaned up."""
-    try:
-        import fcntl
-    except ImportError:  # Windows: two processes may both compile
-        yield
-        return
-    with open(path.with_name(f"lock-{path.name[:1]}"), "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the system lets go when the process dies
-        yield
 
 
 def _read(path: pathlib.Path, graph: TrainingGraph) -> TrainingGraph | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 
 import numpy as np
 import onnx_ir as ir
@@ -16,6 +19,7 @@ import pytest
 from ortgraph.errors import RuntimeSetupError
 from ortgraph.ops import generated, kernels
 from ortgraph.ops.kernels import library
+from ortgraph.ops.kernels.lock import one_at_a_time
 
 BUILD = "from ortgraph.ops import kernels; print(kernels.available(), kernels.library_path())"
 
@@ -118,6 +122,80 @@ def test_a_built_library_is_found_again(monkeypatch):
     assert library.build() == kernels.library_path()
 
 
+COUNTING = """#!/bin/sh
+[ "$1" = --version ] && echo counting 1.0 && exit 0
+echo "$*" >> "$RUNS"
+[ -n "$HANG" ] && exec sleep 60
+sleep 0.3
+while [ "$1" != -o ]; do shift; done
+echo made > "$2"
+"""
+BUILD_ONE = """
+import pathlib, sys
+from ortgraph.ops.kernels import library
+print(library.build_library("libone.so", [pathlib.Path(sys.argv[1])]))
+"""
+
+
+@pytest.fixture
+def starts(tmp_path):
+    """Starts processes that build a library with a compiler that counts its runs."""
+    source, compiler, runs = tmp_path / "one.cpp", tmp_path / "counting", tmp_path / "runs"
+    source.write_text("int one();")
+    compiler.write_text(COUNTING)
+    compiler.chmod(0o755)
+    given = {**os.environ, "CXX": str(compiler), "RUNS": str(runs), "ORTGRAPH_CACHE_DIR": str(tmp_path / "cache")}
+    running = []
+
+    def start(**more):
+        command = [sys.executable, "-c", BUILD_ONE, str(source)]
+        pipe = subprocess.PIPE
+        running.append(
+            subprocess.Popen(
+                command, stdout=pipe, stderr=pipe, text=True, env={**given, **more}, start_new_session=True
+            )
+        )
+        return running[-1]
+
+    yield start, lambda: runs.read_text().splitlines() if runs.exists() else []
+    for process in running:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a compiler in sh")
+def test_of_processes_that_want_a_library_one_compiles_it(starts):
+    start, runs = starts
+    said = [p.communicate(timeout=60) for p in (start(), start())]
+    assert said[0][0].endswith("libone.so\n") and said[0][0] == said[1][0], said
+    assert len(runs()) == 2  # one unit, one link
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a compiler in sh")
+def test_a_process_that_is_killed_while_it_compiles_holds_nobody_up(starts):
+    start, runs = starts
+    killed = start(HANG="1")
+    end = time.monotonic() + 30
+    while not runs() and time.monotonic() < end:
+        time.sleep(0.02)
+    second = start()
+    with pytest.raises(subprocess.TimeoutExpired):
+        second.wait(1.5)  # it waits
+    os.kill(killed.pid, signal.SIGKILL)  # its compiler lives on
+    out, err = second.communicate(timeout=30)
+    assert second.returncode == 0 and out.endswith("libone.so\n"), err
+
+
+def test_a_lock_that_cannot_be_had_is_done_without(tmp_path):
+    (tmp_path / "file").write_text("")
+    with one_at_a_time(tmp_path / "file" / "lock"):
+        pass
+    start = time.monotonic()
+    with one_at_a_time(tmp_path / "lock"), one_at_a_time(tmp_path / "lock", longest=0.1):
+        assert 0.1 < time.monotonic() - start < 5
+
+
 @pytest.mark.slow
 def test_processes_that_build_at_once_share_one_library(tmp_path):
     if not kernels.available():
@@ -127,7 +205,7 @@ def test_processes_that_build_at_once_share_one_library(tmp_path):
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(3)]
     said = {p.communicate(timeout=280)[0] for p in running}
     assert len(said) == 1 and said.pop().startswith("True ")
-    assert len([p for p in tmp_path.rglob("*") if p.is_file()]) == 1  # no temporary files left
+    assert {p.name for p in tmp_path.rglob("*") if p.is_file()} == {library._LIBRARY, library.LOCK}  # no others left
 
 
 def test_reason_for_a_node():
