@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 # Called like the function that it replaces. NotImplemented leaves a call to the original.
 Replacement = Callable[..., Any]
 
-FAMILIES = ("loss", "order", "distance", "embedding", "experts", "pooling", "sampling", "sparse")
+FAMILIES = ("loss", "order", "distance", "embedding", "experts", "pooling", "recurrent", "sampling", "sparse")
 
 _TABLE: dict[Any, Replacement] = {}
 _loaded = False

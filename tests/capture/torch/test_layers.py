@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations, rnn
+from torch.nn.utils import parametrizations
 
 L, I, D = (2, 4, 9), (2, 4, 7, 6), (2, 4, 5, 6, 4)  # noqa: E741
 
@@ -144,13 +144,3 @@ def test_many_in_one_graph(check_together, group):
 def test_alone(check_together, name):
     group, case = name
     check_together({case: GROUPS[group][case]})
-
-
-def test_packed_sequences_are_refused(check_together):
-    def packed(layer, w):
-        return rnn.pad_packed_sequence(layer(rnn.pack_padded_sequence(w, torch.tensor([5, 3])))[0])[0]
-
-    import ortgraph
-
-    with pytest.raises(ortgraph.errors.CaptureError, match=r"test_layers\.py"):
-        check_together({"packed": ((5, 2, 6), packed, lambda: nn.LSTM(6, 4))})
