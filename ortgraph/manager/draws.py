@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import onnx_ir as ir
 
 from ortgraph.graph import TrainingGraph
-from ortgraph.graph.verify import Draws, Found, reads, rule
+from ortgraph.graph.fingerprint import Draws
+from ortgraph.graph.verify import Found, reads, rule
 from ortgraph.ops import generated
 from ortgraph.ops.kernels.table import base_name
 from ortgraph.ops.shapes import given

@@ -14,6 +14,7 @@ import onnx_ir as ir
 from ortgraph.errors import OrtgraphError, PassError
 from ortgraph.graph import STAGES, TrainingGraph
 from ortgraph.graph import verify as rules
+from ortgraph.graph.fingerprint import Fingerprint, compare, fingerprint
 from ortgraph.graph.text import text_hash
 from ortgraph.manager.base import GraphPass, Outcome, Refusal
 from ortgraph.manager.draws import draws_in
@@ -21,7 +22,7 @@ from ortgraph.manager.instruments import Instrument
 from ortgraph.manager.pipeline_text import pipeline_text
 
 logger = logging.getLogger(__name__)
-Look = tuple[str, rules.Fingerprint]
+Look = tuple[str, Fingerprint]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +188,7 @@ class PassManager:
         elif outcome.modified and not changed:
             raise PassError(f"pass {name} says that it changed the graph and did not", "count changes, not candidates")
         binds = getattr(p, "binds_inputs", False)
-        rules.compare(before[1], after[1], name, moves_stage=moves, binds_inputs=binds)
+        compare(before[1], after[1], name, moves_stage=moves, binds_inputs=binds)
         return after
 
 
@@ -206,7 +207,7 @@ def _collector_paused() -> Iterator[None]:
 
 def _look(graph: TrainingGraph) -> Look:
     """What is compared around a pass: a hash of the text, and what must survive."""
-    return text_hash(graph), rules.fingerprint(graph, draws_in(graph))
+    return text_hash(graph), fingerprint(graph, draws_in(graph))
 
 
 def _call(p: ir.passes.PassBase, graph: TrainingGraph, name: str) -> Outcome:

@@ -7,7 +7,7 @@ import torch
 
 import ortgraph
 from ortgraph.errors import VerificationError
-from ortgraph.manager import numerics
+from ortgraph.manager import PassManager, numerics
 
 
 class Shifted(torch.nn.Module):
@@ -60,3 +60,39 @@ def test_one_of_two_readers_that_took_a_zero_parameter_for_zero_shows_in_numbers
     wrong = optimized(captured, TakeForZero(1))
     assert not numerics.compare(captured, wrong, batch).equal
     assert not wrong.values["shift"].any()  # the graphs are compared elsewhere, but stay as they are
+
+
+class Reshaped(ir.passes.InPlacePass):
+    """Gives the model's output another type or shape, and records it truthfully: no rule within one graph is broken."""
+
+    def __init__(self, operator, attributes, dtype, shape):
+        self.made = (operator, attributes, dtype, shape)
+
+    def call(self, model):
+        operator, attributes, dtype, shape = self.made
+        graph = model.graph
+        old = next(v for v in graph.outputs if v.name == "output")
+        node = ir.node(operator, [old], attributes, name="foreign")
+        new = node.outputs[0]
+        old.name, new.name = "output.old", "output"
+        new.type, new.shape = ir.TensorType(dtype), ir.Shape(shape)
+        graph.append(node)
+        graph.outputs[list(graph.outputs).index(old)] = new
+        return ir.passes.PassResult(model, True)
+
+
+@pytest.mark.parametrize(
+    ("foreign", "words"),
+    [
+        (Reshaped("Cast", {"to": ir.DataType.DOUBLE}, ir.DataType.DOUBLE, ["batch", 6]), "was FLOAT, is DOUBLE"),
+        (Reshaped("Flatten", {"axis": 0}, ir.DataType.FLOAT, [1, "n"]), r"was \['batch', 6\], is \[1, 'n'\]"),
+        (Reshaped("Identity", {}, ir.DataType.FLOAT, [4, 6]), r"was \['batch', 6\], is \[4, 6\]"),
+    ],
+)
+def test_an_output_of_another_type_or_size_is_caught(foreign, words):
+    batch = (torch.randn(4, 6), torch.randn(4, 6))
+    graph = ortgraph.capture(
+        Shifted(), batch, loss=torch.nn.MSELoss(), dynamic={"x": {0: "batch"}, "target": {0: "batch"}}
+    )
+    with pytest.raises(VerificationError, match=f"outputs-keep-their-type.*Reshaped: output %output {words}"):
+        PassManager([foreign]).run(graph)
