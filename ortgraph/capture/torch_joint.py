@@ -261,9 +261,7 @@ def _refusal(error: Exception, by: str, names: Sequence[str], module: torch.nn.M
     for tail in (" If you're using ", " For more information", " (unhinted"):
         sentence = sentence.split(tail)[0]
     kind, (path, line) = type(error).__name__, _running(error, module)
-    if "num_batches_tracked" in text:
-        hint = "give BatchNorm a momentum: the cumulative average (momentum=None) needs the count as a number"
-    elif any(word in text for word in ("data-dependent", "item()", "bool(")) or "DataDependent" in kind:
+    if any(word in text for word in ("data-dependent", "item()", "bool(")) or "DataDependent" in kind:
         hint = (
             "replace Python control flow and .item() on tensor values by torch.where or masks; where it belongs to the "
             "loss, give loss= a function of the scores instead of labels to the module"

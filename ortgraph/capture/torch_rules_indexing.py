@@ -214,6 +214,19 @@ def _diagonal_backward(
     return t.transpose(t.reshape(flat, moved), inverse)
 
 
+@rule("diagonal_scatter.default")
+def _diagonal_scatter(t: Translation, self: ir.Value, src: ir.Value, offset: int, dim1: int, dim2: int) -> ir.Value:
+    """The diagonal becomes ``src``."""
+    dims = t.dims(self)
+    perm, at, count = _diagonal_places(t, dims, offset, dim1, dim2)
+    plane = [dims[p] for p in perm[-2:]]
+    inside = np.isin(np.arange(count), at).reshape([int(d) for d in plane])
+    placed = _diagonal_backward(t, src, dims, offset, dim1, dim2)
+    inverse = [perm.index(i) for i in range(len(perm))]
+    mask = np.transpose(inside.reshape([1] * (len(dims) - 2) + list(inside.shape)), inverse)
+    return t.op("Where", t.const(mask, ir.DataType.BOOL), placed, self)
+
+
 def _diagonal_places(
     t: Translation, dims: Sequence[Dim], offset: int, dim1: int, dim2: int
 ) -> tuple[list[int], list[int], int]:

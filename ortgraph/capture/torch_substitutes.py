@@ -12,15 +12,26 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 
 # Called like the function that it replaces. NotImplemented leaves a call to the original.
 Replacement = Callable[..., Any]
 
-FAMILIES = ("loss", "order", "distance", "embedding", "experts", "pooling", "recurrent", "sampling", "sparse")
+FAMILIES = (
+    "loss",
+    "modules",
+    "order",
+    "distance",
+    "embedding",
+    "experts",
+    "pooling",
+    "recurrent",
+    "sampling",
+    "sparse",
+)
 
 _TABLE: dict[Any, Replacement] = {}
+_ATTRIBUTES: list[tuple[Any, str, Any]] = []
 _loaded = False
 
 
@@ -47,9 +58,14 @@ def substitutes() -> dict[Any, Replacement]:
     return _TABLE
 
 
-def _is_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
-    """Whether an attention mask is said to be causal. PyTorch compares its values, only to pick a faster kernel."""
-    return is_causal is True
+def in_place_of(owner: Any, name: str) -> Callable[[Any], Any]:
+    """Register a value for an attribute of PyTorch's own code, for the time of a trace."""
+
+    def decorate(value: Any) -> Any:
+        _ATTRIBUTES.append((owner, name, value))
+        return value
+
+    return decorate
 
 
 class Substituting(TorchFunctionMode):
@@ -58,16 +74,18 @@ class Substituting(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._table = substitutes()
-        self._looks_at_mask: Any = None
+        self._before: list[tuple[Any, str, Any]] = []
 
     def __enter__(self) -> Substituting:
-        self._looks_at_mask = transformer._detect_is_causal_mask
-        transformer._detect_is_causal_mask = _is_causal
+        self._before = [(owner, name, getattr(owner, name)) for owner, name, _ in _ATTRIBUTES]
+        for owner, name, value in _ATTRIBUTES:
+            setattr(owner, name, value)
         super().__enter__()
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        transformer._detect_is_causal_mask = self._looks_at_mask
+        for owner, name, value in self._before:
+            setattr(owner, name, value)
         super().__exit__(*raised)
 
     def __torch_function__(

@@ -131,9 +131,11 @@ class GraphValues:
         if before == dims:
             return value
         assert value.dtype is not None
-        shape = reshape_pattern(before, dims)
+        empty = any(isinstance(d, int) and d == 0 for d in dims)  # a 0 in the shape would copy a size
+        shape = None if empty else reshape_pattern(before, dims)
         target = self.build.ints(shape) if shape is not None else self.shape_input(dims)
-        return self.typed(self.op("Reshape", value, target), value.dtype, dims)
+        reshaped = self.op("Reshape", value, target, **({"allowzero": 1} if empty else {}))
+        return self.typed(reshaped, value.dtype, dims)
 
     def expand(self, value: ir.Value, dims: Sequence[Dim]) -> ir.Value:
         if self.dims(value) == tuple(dims):
