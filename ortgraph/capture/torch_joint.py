@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 
 from ortgraph.capture.torch_lost import refuse_full_dropout, refuse_parameter_hooks, watch_lost
@@ -21,6 +22,9 @@ from ortgraph.capture.torch_source import running_module, user_frame, user_path
 from ortgraph.errors import CaptureError, OrtgraphError, UnsupportedError
 
 _DIMENSION = re.compile(r"L\['tensors'\]\[(\d+)\]\.size\(\)\[(\d+)\]")
+
+# What torch.export stumbles over where forward() differentiates: autograd.grad with a graph, torch.func.grad and the like.
+_OF_DERIVATIVES = ("fake tensor in the exported program constant", "functorch tensor", "has no attribute 'constant'")
 
 # PyTorch's loggers that repeat, with a traceback, what the error says
 _LOUD = {
@@ -98,21 +102,29 @@ def trace_joint(
     except OrtgraphError:
         raise
     except Exception as error:  # noqa: BLE001 - torch.export raises many types; each becomes one sentence
-        raise _refusal(error, "torch.export", names, module) from error
-    exported = program.module(check_guards=False)
-    constants = _constants_to_buffers(exported, set(program.graph_signature.buffers))
-    # where export lost a backward, AOTAutograd traces the module itself: autograd then runs what the user wrote
-    source = module if lost else exported
+        if any(dims) or not any(words in str(error) for words in _OF_DERIVATIVES):
+            raise _refusal(error, "torch.export", names, module) from error
+        program = None
+    constants: dict[str, torch.Tensor] = {}
+    limits: Mapping[Any, Any] = {}
+    # where export lost a backward or holds none, AOTAutograd traces the module itself: autograd runs what the user wrote
+    source = module
+    if program is not None:
+        exported = program.module(check_guards=False)
+        constants = _constants_to_buffers(exported, set(program.graph_signature.buffers))
+        limits = program.range_constraints
+        source = module if lost else exported
     try:
         with _tracing(), contextlib.ExitStack() as stack:  # a fake mode is active inside: touch no real tensor here
-            graph_module = _aot_joint(stack, source, _fake_inputs(program), decompositions)
+            fakes = _static_fakes(args) if program is None else _fake_inputs(program)
+            graph_module = _aot_joint(stack, source, fakes, decompositions)
     except Exception as error:  # noqa: BLE001 - as above
         if lost:
             raise _lost(error, lost) from error
         raise _refusal(error, "AOTAutograd", names, module) from error
     literals = _attributes_to_inputs(graph_module)
     constants |= {slot.target: getattr(graph_module, slot.target) for slot in literals}
-    uppers = {str(symbol): bounds.upper for symbol, bounds in program.range_constraints.items()}
+    uppers = {str(symbol): bounds.upper for symbol, bounds in limits.items()}
     added = {slot.node for slot in literals}
     placeholders = [n for n in graph_module.graph.find_nodes(op="placeholder") if n not in added]
     output = graph_module.graph.output_node()
@@ -144,6 +156,11 @@ def _aot_joint(
     if fake_mode is not None:
         stack.enter_context(tracing(TracingContext(fake_mode)))
     return aot_export_joint_with_descriptors(stack, module, fakes, decompositions=dict(decompositions)).graph_module
+
+
+def _static_fakes(args: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    return tuple(mode.from_tensor(argument) for argument in args)
 
 
 def _fake_inputs(program: torch.export.ExportedProgram) -> tuple[Any, ...]:
@@ -258,10 +275,12 @@ def _refusal(error: Exception, by: str, names: Sequence[str], module: torch.nn.M
     text = _DIMENSION.sub(lambda m: f"dimension {m[2]} of {names[int(m[1])]!r}", str(error))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     sentence = next((line[2:] for line in lines if line.startswith("- ")), lines[0] if lines else "no reason given")
-    for tail in (" If you're using ", " For more information", " (unhinted"):
+    for tail in (" This typically means", " If you're using ", " For more information", " (unhinted"):
         sentence = sentence.split(tail)[0]
     kind, (path, line) = type(error).__name__, _running(error, module)
-    if any(word in text for word in ("data-dependent", "item()", "bool(")) or "DataDependent" in kind:
+    if any(words in text for words in _OF_DERIVATIVES):
+        hint = "derivatives inside forward() are traced at fixed sizes only: leave dynamic= out"
+    elif any(word in text for word in ("data-dependent", "item()", "bool(")) or "DataDependent" in kind:
         hint = (
             "replace Python control flow and .item() on tensor values by torch.where or masks; where it belongs to the "
             "loss, give loss= a function of the scores instead of labels to the module"

@@ -10,6 +10,12 @@ from ortgraph.capture.torch_rules import rule
 from ortgraph.capture.torch_translate import Translation
 
 
+def _grad(t: Translation, name: str, grad_output: ir.Value, saved: ir.Value, **attributes: Any) -> ir.Value:
+    """Both at the size of the result: derivatives of many functions at once (``vmap``) broadcast them."""
+    dims = t.out_dims()
+    return t.composite(name, t.expand(grad_output, dims), t.expand(saved, dims), **attributes)
+
+
 @rule("relu.default")
 def _relu(t: Translation, self: ir.Value) -> ir.Value:
     return t.op("Relu", self)
@@ -18,7 +24,7 @@ def _relu(t: Translation, self: ir.Value) -> ir.Value:
 @rule("threshold_backward.default")
 def _threshold_backward(t: Translation, grad_output: ir.Value, self: ir.Value, threshold: float) -> ir.Value:
     if threshold == 0:
-        return t.composite("ReluGrad", grad_output, self)
+        return _grad(t, "ReluGrad", grad_output, self)
     dtype = t.out_dtype()
     kept = t.op("Greater", self, t.scalar(threshold, dtype))
     return t.op("Where", kept, grad_output, t.scalar(0, dtype))
@@ -31,7 +37,7 @@ def _gelu(t: Translation, self: ir.Value, approximate: str) -> ir.Value:
 
 @rule("gelu_backward.default")
 def _gelu_backward(t: Translation, grad_output: ir.Value, self: ir.Value, approximate: str) -> ir.Value:
-    return t.composite("GeluGrad", grad_output, self, approximate=approximate)
+    return _grad(t, "GeluGrad", grad_output, self, approximate=approximate)
 
 
 @rule("silu.default")
@@ -41,17 +47,17 @@ def _silu(t: Translation, self: ir.Value) -> ir.Value:
 
 @rule("silu_backward.default")
 def _silu_backward(t: Translation, grad_output: ir.Value, self: ir.Value) -> ir.Value:
-    return t.composite("SiluGrad", grad_output, self)
+    return _grad(t, "SiluGrad", grad_output, self)
 
 
 @rule("tanh_backward.default")
 def _tanh_backward(t: Translation, grad_output: ir.Value, output: ir.Value) -> ir.Value:
-    return t.composite("TanhGrad", grad_output, output)
+    return _grad(t, "TanhGrad", grad_output, output)
 
 
 @rule("sigmoid_backward.default")
 def _sigmoid_backward(t: Translation, grad_output: ir.Value, output: ir.Value) -> ir.Value:
-    return t.composite("SigmoidGrad", grad_output, output)
+    return _grad(t, "SigmoidGrad", grad_output, output)
 
 
 @rule("_softmax.default")

@@ -103,3 +103,36 @@ def test_a_check_asked_for_by_name_is_refused_and_defaults_come_back():
     with pytest.raises(CaptureError, match=r"test_modules\.py"):
         ortgraph.capture(Checked(), {"x": torch.randn(6, 4), "y": torch.arange(6)})
     assert (distributions.Distribution._validate_args, nn.BatchNorm1d.forward) == before
+
+
+class Derived(nn.Module):
+    """Losses of derivatives: a gradient penalty, a second derivative, the Jacobians of a batch."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.body, self.kind = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)), kind
+
+    def forward(self, x, y):
+        if self.kind == "jacobian":
+            return torch.func.vmap(torch.func.jacrev(self.body))(x).square().sum()
+        x = x.detach().requires_grad_()
+        out = self.body(x)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        if self.kind == "penalty":
+            return out.mean() + (slope.norm(dim=1) - 1).square().mean()
+        (bend,) = torch.autograd.grad(slope[:, 0].sum(), x, create_graph=True)
+        return (slope[:, 1] - bend[:, 0] + y).square().mean()
+
+
+@pytest.mark.parametrize("kind", ["penalty", "second", "jacobian"])
+def test_losses_of_derivatives(kind, check_capture):
+    torch.manual_seed(5)
+    module = Derived(kind)
+    check_capture(module, {"x": torch.randn(6, 4), "y": torch.randn(6)}, repeats=2)
+    assert all(type(p) is nn.Parameter and p.grad is None for p in module.parameters())
+
+
+def test_losses_of_derivatives_have_no_named_sizes():
+    with pytest.raises(CaptureError, match="leave dynamic= out"):
+        batch = {"x": torch.randn(6, 4), "y": torch.randn(6)}
+        ortgraph.capture(Derived("penalty"), batch, dynamic={"x": {0: "n"}, "y": {0: "n"}})
