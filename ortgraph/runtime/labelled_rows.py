@@ -30,6 +30,8 @@ METADATA_KEY = "ortgraph.labelled_rows"
 PADDING_KEY = "ortgraph.padding"  # of ortgraph.runtime.padded_rows
 FORMS = (METADATA_KEY, PADDING_KEY)
 PASS = "select-labelled-rows"
+REFUSED_KEY = "ortgraph.padding.refused"  # why a graph has no form of PADDING_KEY
+WITH_OUTPUTS = "outputs_of_training"  # in a signature's metadata: every program gives the model outputs, too
 KEY = "labelled rows"  # stands beside the names of dimensions in the key of a program
 _PARTS = 16
 # Rows of a buffer, in sixteenths. Masked language models label 15 % of the rows, which three sixteenths hold. With more
@@ -70,8 +72,10 @@ class LabelNote:
 
 
 def without_outputs(graph: TrainingGraph) -> TrainingGraph:
-    """A copy that computes no model outputs, as programs that train."""
+    """A copy that computes no model outputs, as programs that train; all of them where these do, too."""
     form = graph.clone()
+    if WITH_OUTPUTS in graph.signature.metadata:
+        return form
     form.signature = form.signature.replace(outputs=())
     wanted = {name for _, name in form.signature.graph_outputs()}
     g = form.graph

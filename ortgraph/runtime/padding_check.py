@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import onnx_ir as ir
@@ -32,8 +32,9 @@ def check_padding(
     padded: frozenset[str],
     memory: Memory,
     target: str,
+    outputs: bool = False,
 ) -> bool:
-    """Run the batch's first rows as they are and padded, without dropout, and compare.
+    """Run the batch's first rows as they are and padded, without dropout, and compare; again with other parameters.
 
     Args:
         graph: The session's, at any stage; not changed.
@@ -43,34 +44,45 @@ def check_padding(
         padded: The dimensions that are padded.
         memory: Whose parameters are used; nothing is committed.
         target: As of the session.
+        outputs: The model's outputs will be read: those of the rows must not change, either.
 
     Returns:
-        Whether it could be told: not where the loss of the rows is no number.
+        Whether it could be told: not where loss or gradients of the rows are no numbers.
 
     Raises:
-        BatchError: Padding changes the loss, a gradient or a buffer.
+        BatchError: Padding changes the loss, a gradient, a buffer or an output that is read.
     """
     few = {n: min(size, ROWS) if n in buckets.rows() else size for n, size in dims.items()}
     more = {n: _larger(size, buckets.limit(n)) if n in padded else size for n, size in few.items()}
-    rows = buckets.head(arrays, few)
-    plain = _run(graph, rows, few, memory, target)
-    if not np.isfinite(plain[graph.signature.loss]):
-        return False
-    filled = _run(graph, buckets.pad(rows, more), more, memory, target)
-    names = {graph.signature.loss: "the loss"}
+    rows, own = buckets.head(arrays, few), _own_memory(graph, memory)
+    cut = {
+        str(v.name): v for v in graph.graph.outputs if outputs and v.name in graph.signature.outputs and _is_float(v)
+    }
+    plain = _program(graph, rows, few, own, target, cut)
+    filled = _program(graph, buckets.pad(rows, more), more, own, target, cut)
+    names = {graph.signature.loss: "the loss"} | {name: f"output {name}" for name in cut}
     names |= {o: f"the gradient of {p}" for p, o in graph.signature.gradients.items()}
     low = graph.signature.metadata.get("precision", "fp32") != "fp32"
-    wrong = _first_difference(plain, filled, graph.signature.loss, _LOW_PRECISION if low else _TOLERANCE)
-    if wrong is None:
-        return True
-    sizes = " and ".join(f"{n} from {few[n]} to {more[n]}" for n in sorted(padded))
-    one, two = (float(np.linalg.norm(r[wrong].astype(np.float64))) for r in (plain, filled))
-    raise BatchError(
-        f"padding {sizes} changes {names.get(wrong, f'the new value of buffer {wrong}')} (norm {one:.6g}, padded {two:.6g})",
-        "pad labels with the loss's ignore_index (a mean over all rows counts them) and masks with what hides; leave the "
-        "dimension out of buckets= where batch statistics or sums run over it; check_padding=False when the difference "
-        "is one of random numbers that are no dropout",
-    )
+    for moved in (False, True):
+        if moved:
+            _move_parameters(graph, own)
+        want, got = _results(plain), _results(filled)
+        got |= {name: buckets.cut(name, value, got[name], few) for name, value in cut.items()}
+        if not all(np.isfinite(a).all() for a in want.values()):
+            return moved
+        wrong = _first_difference(want, got, graph.signature.loss, _LOW_PRECISION if low else _TOLERANCE)
+        if wrong is None:
+            continue
+        sizes = " and ".join(f"{n} from {few[n]} to {more[n]}" for n in sorted(padded))
+        one, two = (float(np.linalg.norm(r[wrong].astype(np.float64))) for r in (want, got))
+        raise BatchError(
+            f"padding {sizes} changes {names.get(wrong, f'the new value of buffer {wrong}')} (norm {one:.6g}, "
+            f"padded {two:.6g}{'; with other parameters, where these happen to hide it' if moved else ''})",
+            "pad labels with the loss's ignore_index (a mean over all rows counts them) and masks with what hides; leave "
+            "the dimension out of buckets= where batch statistics or sums run over it; check_padding=False when the "
+            "difference is one of random numbers that are no dropout",
+        )
+    return True
 
 
 def _larger(size: int, limit: int | None) -> int:
@@ -78,26 +90,59 @@ def _larger(size: int, limit: int | None) -> int:
     return size if limit is None else min(size, limit)
 
 
-def _run(
-    graph: TrainingGraph, arrays: Mapping[str, np.ndarray], dims: Mapping[str, int], memory: Memory, target: str
-) -> dict[str, np.ndarray]:
-    """Loss, gradients and new buffers of one batch, without dropout."""
-    signature = graph.signature
-    wanted = [signature.loss, *signature.gradients.values(), *(b.update for b in signature.buffers if b.update)]
+def _own_memory(graph: TrainingGraph, memory: Memory) -> Memory:
+    """Another arena, and parameters that may be changed; all else as it is."""
     own = Memory(memory.device)
     own.persistent = dict(memory.persistent)
-    if signature.loss_gradient is not None:
-        seed = memory.persistent[signature.loss_gradient]
-        own.add(signature.loss_gradient, seed.dtype, seed.shape).fill(1)
-    program = Program(_BY, _without_dropout(graph, dims, target), list(dict.fromkeys(wanted)), [], own)
+    for p in graph.signature.parameters:
+        array = memory.persistent[p.name]
+        own.add(p.name, array.dtype, array.shape)[...] = array.copy()
+    seed = graph.signature.loss_gradient
+    if seed is not None:
+        own.add(seed, memory.persistent[seed].dtype, memory.persistent[seed].shape).fill(1)
+    return own
+
+
+def _move_parameters(graph: TrainingGraph, memory: Memory) -> None:
+    """Signs drawn anew, and numbers for zeros: what hides padding for these parameters alone hides it no more."""
+    rng = np.random.default_rng(0)
+    for p in graph.signature.parameters:
+        old = memory.persistent[p.name].copy()
+        if old.dtype.kind in "iub":
+            continue
+        size = old.astype(np.float32)
+        size = np.where(size == 0, rng.uniform(0.05, 0.1, size.shape), size) if not size.any() else size
+        memory.persistent[p.name][...] = (size * rng.choice([-1.0, 1.0], size.shape)).astype(old.dtype)
+
+
+def _is_float(value: ir.Value) -> bool:
+    return value.dtype is not None and value.dtype.is_floating_point()
+
+
+def _program(
+    graph: TrainingGraph,
+    arrays: Mapping[str, np.ndarray],
+    dims: Mapping[str, int],
+    memory: Memory,
+    target: str,
+    more: Iterable[str],
+) -> Program:
+    """What makes loss, gradients, new buffers and some outputs of one batch, without dropout."""
+    signature = graph.signature
+    wanted = [signature.loss, *signature.gradients.values(), *(b.update for b in signature.buffers if b.update), *more]
+    program = Program(_BY, _without_dropout(graph, dims, target), list(dict.fromkeys(wanted)), [], memory)
     for name, array in arrays.items():
         if name in program.inputs:
             program.inputs[name][...] = array
     for name in signature.tangents.values():
         if name in program.inputs:
             program.inputs[name][...] = 0
+    return program
+
+
+def _results(program: Program) -> dict[str, np.ndarray]:
     program.run()
-    return {name: np.array(program.value(name)) for name in wanted}
+    return {v.name or "": np.array(program.value(v.name or "")) for v in program.wanted_values}
 
 
 def _without_dropout(graph: TrainingGraph, dims: Mapping[str, int], target: str) -> TrainingGraph:

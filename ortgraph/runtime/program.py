@@ -282,10 +282,13 @@ class Program:
 
     def _run_bound(self, binding: onnxruntime.IOBinding) -> None:
         assert self._session is not None
+        self._run_session(self._session, binding)
+
+    def _run_session(self, session: onnxruntime.InferenceSession, binding: onnxruntime.IOBinding) -> None:
         try:
             if not self._memory.device.on_host:
                 binding.synchronize_inputs()
-            self._session.run_with_iobinding(binding)
+            session.run_with_iobinding(binding)
         except Exception as error:  # noqa: BLE001 - the runtime's exception types are private; the cause is chained
             text = str(error).strip()
             values = any(word in text.lower() for word in ("out of", "outside", "must be within", "indices"))

@@ -9,7 +9,7 @@ import pathlib
 import tempfile
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from ortgraph.ops.targets import target_of
 from ortgraph.runtime import inference_export, labelled_rows, padded_rows, selection
 from ortgraph.runtime.batch import Batch, bind_dims, check_bound, check_dtype, check_limits, named
 from ortgraph.runtime.buckets import Buckets, Sizes, size_limits
+from ortgraph.runtime.chosen_rows import Buffers, ChosenRows
 from ortgraph.runtime.detect import detect_runtime
 from ortgraph.runtime.device import device_of
 from ortgraph.runtime.index_range import check_indices
@@ -102,13 +103,13 @@ class TrainingSession(SessionState):
         self._evaluation: OrderedDict[tuple, TrainingGraph] = OrderedDict()
         self._programs: OrderedDict[tuple, Program] = OrderedDict()
         self._evaluation_form: TrainingGraph | None = None
-        self._label_note = labelled_rows.label_note(graph)
-        self._packing = padded_rows.PaddingRows.of(graph)
+        self._rows = ChosenRows(graph)
         self._max_shapes, self._on_plan = max_shapes, on_plan
         self._made: set[tuple[str, tuple]] = set()
         self._limits = size_limits(graph)
         self._buckets = Buckets(graph, buckets or {}, padding or {}) if buckets or padding else None
-        self._check_padding, self._harmless = check_padding, frozenset[str]()
+        self._check_padding = check_padding
+        self._harmless: dict[bool, frozenset[str]] = {False: frozenset(), True: frozenset()}  # by: outputs are read
         self._outputs = {v.name: v for v in graph.graph.outputs}
         self._sizes: dict[str, int] = {}
 
@@ -295,7 +296,7 @@ class TrainingSession(SessionState):
         check_limits(dims, self._limits)
         self._sizes = dims
         if self._buckets is not None:
-            arrays, dims = self._pad(self._buckets, arrays, dims)
+            arrays, dims = self._pad(self._buckets, arrays, dims, kind in ("evaluate", "results"))
         program = self._program(kind, self._key(kind, arrays, dims))
         for note in self._index_notes:
             if note.input in program.inputs:
@@ -310,18 +311,19 @@ class TrainingSession(SessionState):
         return program
 
     def _pad(
-        self, buckets: Buckets, arrays: dict[str, np.ndarray], dims: dict[str, int]
+        self, buckets: Buckets, arrays: dict[str, np.ndarray], dims: dict[str, int], outputs: bool
     ) -> tuple[dict[str, np.ndarray], dict[str, int]]:
         """The batch in its buckets, and their sizes."""
         sizes = buckets.sizes(dims)
         padded = frozenset(n for n in sizes if sizes[n] != dims[n])
-        if self._check_padding and padded - self._harmless:
+        if self._check_padding and padded - self._harmless[outputs]:
             start = time.perf_counter()
-            if check_padding(self.graph, buckets, arrays, dims, padded, self._memory, self.target):
-                self._harmless |= padded
+            if check_padding(self.graph, buckets, arrays, dims, padded, self._memory, self.target, outputs):
+                self._harmless[outputs] |= padded
+                self._harmless[False] |= padded
                 logger.info(
-                    "padding of %s changes neither loss nor gradients (compared in %.2f s)",
-                    ", ".join(sorted(padded)), time.perf_counter() - start,
+                    "padding of %s changes neither loss nor gradients%s (compared in %.2f s)",
+                    ", ".join(sorted(padded)), " nor outputs" if outputs else "", time.perf_counter() - start,
                 )  # fmt: skip
         return buckets.pad(arrays, sizes), sizes
 
@@ -337,10 +339,9 @@ class TrainingSession(SessionState):
         key = tuple(sorted(dims.items()))
         if kind not in labelled_rows.KINDS:
             return key
-        packed = 0 if self._packing is None else self._packing.rows(arrays, dims)
-        key = (*key, (padded_rows.KEY, packed)) if packed else key
-        rows = 0 if self._label_note is None else self._label_note.rows(arrays[self._label_note.input], packed)
-        return (*key, (labelled_rows.KEY, rows)) if rows else key
+        chosen = self._rows.of(arrays, dims)
+        key = (*key, (padded_rows.KEY, chosen.packed)) if chosen.packed else key
+        return (*key, (labelled_rows.KEY, chosen.labelled)) if chosen.labelled else key
 
     def _feed_tangents(self, program: Program, tangents: Mapping[str, np.ndarray]) -> None:
         unknown = sorted(set(tangents) - set(self.signature.tangents))
@@ -384,18 +385,16 @@ class TrainingSession(SessionState):
             source, cache = self._evaluation_form, self._evaluation
         else:
             source, cache = self.graph, self._prepared
-        rows, packed = dims.pop(labelled_rows.KEY, 0), dims.pop(padded_rows.KEY, 0)
+        chosen = Buffers(dims.pop(padded_rows.KEY, 0), dims.pop(labelled_rows.KEY, 0))
         if key not in cache:
-            if packed and self._packing is not None:
-                cut = self._packing.prepare(packed, rows, dims, self.target)
-            else:
-                cut = labelled_rows.prepare_labelled(source, rows, dims, self.target) if rows else None
-            if packed and cut is None:
-                self._packing = None  # why: the whole graph serves, under one key
-            elif rows and cut is None:
-                self._label_note = None
+            cut = self._rows.prepare(chosen, dims, self.target) if chosen else None
             cache[key] = prepare(source, dims, self.target) if cut is None else cut
-        return Program(kind, cache[key], wanted, pairs, self._memory, self.threads, self._poison)
+        return self._new_program(kind, cache[key], wanted, pairs)
+
+    def _new_program(
+        self, kind: str, graph: TrainingGraph, wanted: Sequence[str], pairs: Sequence[tuple[str, str]]
+    ) -> Program:
+        return Program(kind, graph, wanted, pairs, self._memory, self.threads, self._poison)
 
     def _forget(self) -> None:
         """Drop the programs of the shape that was unused for longest, beyond ``max_shapes``; buffers for labels are none."""

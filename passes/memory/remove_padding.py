@@ -11,7 +11,7 @@ from ortgraph.manager.base import Changes, GraphPass, Refusal
 from ortgraph.passes.memory.loss_head import NotAHead
 from ortgraph.passes.memory.pack_rows import PackRows
 from ortgraph.passes.memory.padded_rows import Padding, find_padding
-from ortgraph.runtime.labelled_rows import PADDING_KEY, keep_form, without_outputs
+from ortgraph.runtime.labelled_rows import PADDING_KEY, REFUSED_KEY, keep_form, without_outputs
 from ortgraph.runtime.padded_rows import PaddingNote
 
 
@@ -69,6 +69,7 @@ class RemovePadding(GraphPass):
                 changes.refusals.append(Refusal("", "left to sessions, which choose rows by the mask of each batch"))
         except NotAHead as found:
             changes.refusals.append(Refusal("", str(found)))
+            graph.model.metadata_props[REFUSED_KEY] = str(found)
         return changes
 
     def _keep(self, graph: TrainingGraph) -> None:

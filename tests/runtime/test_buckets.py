@@ -83,7 +83,8 @@ def test_padded_steps_are_those_of_the_batch(preset, caplog) -> None:
         if preset:
             assert abs(session.step(batch) - plain.step(batch)) < 1e-5
     assert {tuple(p.sizes.items()) for p in planned} == {(("batch", 4), ("length", 8)), (("batch", 2), ("length", 8))}
-    assert caplog.text.count("padding of batch, length changes neither") == 1
+    assert caplog.text.count("padding of batch, length changes neither loss nor gradients (") == 1
+    assert caplog.text.count("nor outputs") == 1  # compared when they are read
     assert all(p.seconds > 0 and p.arena_bytes > 0 and not p.again for p in planned)
 
 
@@ -166,3 +167,34 @@ def test_a_size_beyond_a_table_of_positions_is_refused() -> None:
     assert session.programs[0].inputs["x"].shape == (2, 12, 3)  # not 16
     with pytest.raises(BatchError, match="'length' is 13, the module takes up to 12"):
         session.loss({"x": torch.randn(2, 13, 3)})
+
+
+class Peak(nn.Module):
+    """The largest over all positions, which no mask hides: zeros lose beside positive numbers and weights."""
+
+    def __init__(self, in_loss: bool) -> None:
+        super().__init__()
+        self.in_loss, self.head = in_loss, nn.Linear(3, 4)
+        nn.init.uniform_(self.head.weight, 0.5, 1)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        peak = self.head(x).max(1).values
+        return {
+            "loss": (peak if self.in_loss else self.head(x).sum(1) - self.head.bias * x.shape[1]).sum(),
+            "peak": peak,
+        }
+
+
+def test_padding_that_these_parameters_hide_is_refused() -> None:
+    batch = {"x": torch.rand(3, 5, 3) + 0.1}
+    for in_loss, words in (
+        (True, "changes the loss.*with other parameters"),
+        (False, "changes output peak.*other param"),
+    ):
+        torch.manual_seed(0)
+        graph = ortgraph.capture(Peak(in_loss), batch, dynamic={"x": {0: "batch", 1: "length"}})
+        session = session_of(graph, None, {"length": [8]}, {"x": 0.0})
+        if not in_loss:
+            assert np.isfinite(session.loss(batch))  # nobody reads the output
+        with pytest.raises(BatchError, match=words):
+            session.evaluate(batch)

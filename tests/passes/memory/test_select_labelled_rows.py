@@ -175,7 +175,7 @@ def test_rows_that_a_batch_needs():
 def test_no_labels_at_all(reduction):
     graph = ortgraph.optimize(captured(Model(reduction=reduction))).graph
     session, whole = TrainingSession(graph), TrainingSession(graph)
-    whole._label_note = None
+    whole._rows.labels = None
     got, want = session.gradients(make_batch(0)), whole.gradients(make_batch(0))
     assert rows_used(session) == [5]
     assert all(not g.any() for g in want.values())
@@ -190,7 +190,7 @@ def test_steps_as_with_all_rows(dropout, options):
     graph = captured(Model(dropout=dropout))
     graph = ortgraph.optimize(graph, optimizer=AdamW(lr=1e-2, max_grad_norm=1.0), **options).graph
     session, whole = TrainingSession(graph), TrainingSession(graph)
-    whole._label_note = None
+    whole._rows.labels = None
     for i, labelled in enumerate((15, 70, 5, 15)):
         batch = make_batch(labelled, seed=i)
         if options.get("accumulation_steps"):
@@ -234,7 +234,7 @@ def test_a_dynamic_batch_chooses_rows():
 
 def test_a_graph_changed_later_or_elsewhere_has_no_form():
     graph = ortgraph.optimize(captured(Model())).graph
-    assert TrainingSession(graph)._label_note is not None
+    assert TrainingSession(graph)._rows.labels is not None
     changed = graph.clone()
     changed.graph.remove(next(n for n in reversed(list(changed.graph)) if not any(o.uses() for o in n.outputs)))
     assert labelled_rows.label_note(changed) is None
