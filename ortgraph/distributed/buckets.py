@@ -10,7 +10,9 @@ import numpy as np
 from ortgraph.plan.memory.problem import ALIGNMENT
 from ortgraph.runtime.arena import aligned_zeros, as_array
 
-BUCKET_BYTES = 25 << 20  # as of DistributedDataParallel: large enough that a message's fixed cost does not count
+# As of DistributedDataParallel: large enough that a message's fixed cost does not count; a first one that leaves early.
+BUCKET_BYTES = 25 << 20
+FIRST_BYTES = 1 << 20
 
 
 class Buckets:
@@ -19,19 +21,26 @@ class Buckets:
     Args:
         types: Dtype and shape by name; they lie in this order.
         most_bytes: Size of a bucket; a larger array has one by itself.
+        first_bytes: Size of the first one.
 
     Attributes:
         views: The gradients by name, each at an aligned address.
         flat: The buckets, one-dimensional; what lies between gradients stays zero.
+        names: Of the gradients in each of them.
     """
 
-    def __init__(self, types: Mapping[str, tuple[np.dtype, tuple[int, ...]]], most_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self,
+        types: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
+        most_bytes: int = BUCKET_BYTES,
+        first_bytes: int = FIRST_BYTES,
+    ) -> None:
         groups: list[tuple[np.dtype, list[tuple[str, int]], int]] = []
         latest: dict[np.dtype, int] = {}
         for name, (dtype, shape) in types.items():
             nbytes = -(-max(math.prod(shape), 1) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
             at = latest.get(dtype)
-            if at is None or groups[at][2] + nbytes > most_bytes:
+            if at is None or groups[at][2] + nbytes > (most_bytes if at else min(first_bytes, most_bytes)):
                 at = latest[dtype] = len(groups)
                 groups.append((dtype, [], 0))
             _, placed, end = groups[at]
@@ -39,6 +48,7 @@ class Buckets:
             groups[at] = (dtype, placed, end + nbytes)
         self.flat: list[np.ndarray] = []
         self.views: dict[str, np.ndarray] = {}
+        self.names = [[name for name, _ in placed] for _, placed, _ in groups]
         for dtype, placed, end in groups:
             flat = aligned_zeros(dtype, (end // dtype.itemsize,))
             self.flat.append(flat)

@@ -17,6 +17,7 @@ from ortgraph.distributed.ranks import Place, place_of
 from ortgraph.errors import DistributedError, InputError
 
 logger = logging.getLogger(__name__)
+SUM = "the sum of gradients"
 TIMEOUT = 600.0  # seconds that a process waits for the others: they may compile
 
 
@@ -134,14 +135,31 @@ class Group:
                 torch.distributed.all_gather_object(rows, row, self._group)
         return rows
 
-    def sum(self, arrays: Sequence[np.ndarray], what: str = "the sum of gradients") -> None:
-        """Replace each array by its sum over all processes; arrays are on their way at the same time."""
+    def start_sum(self, array: np.ndarray, what: str = SUM) -> Any:
+        """Start to replace an array by its sum over all processes; it is neither read nor written before ``finish``.
+
+        All processes start the same sums in the same order.
+
+        Returns:
+            What ``finish`` takes.
+        """
         if self.size == 1:
-            return
+            return None
         with _peers(what, self):
-            sent = [torch.distributed.all_reduce(as_tensor(a), group=self._group, async_op=True) for a in arrays]
-            for work in sent:
-                work.wait()
+            return torch.distributed.all_reduce(as_tensor(array), group=self._group, async_op=True)
+
+    def finish(self, started: Sequence[Any], what: str = SUM) -> None:
+        """Wait for sums. Also when one fails none is on its way any more."""
+        failure: Exception | None = None
+        for work in started:
+            try:
+                with _peers(what, self):
+                    if work is not None:
+                        work.wait()
+            except DistributedError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     def take_first(self, arrays: Sequence[np.ndarray], what: str) -> None:
         """Replace each array by that of rank 0."""

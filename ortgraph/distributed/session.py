@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import math
@@ -9,13 +10,14 @@ import os
 import pathlib
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ortgraph.distributed.buckets import BUCKET_BYTES, Buckets
 from ortgraph.distributed.group import Group
+from ortgraph.distributed.parted_program import PartedProgram
 from ortgraph.distributed.rank_report import RankReport, RankRow
 from ortgraph.errors import DistributedError, InputError, NonFiniteLossError
 from ortgraph.graph import TrainingGraph, static_shape
@@ -23,6 +25,7 @@ from ortgraph.manager.graph_cache import key_of
 from ortgraph.runtime.batch import Batch
 from ortgraph.runtime.options import default_threads
 from ortgraph.runtime.process_memory import peak
+from ortgraph.runtime.program import Program
 from ortgraph.runtime.session import TrainingSession
 
 logger = logging.getLogger(__name__)
@@ -42,6 +45,7 @@ class DistributedSession(TrainingSession):
         group: From ``ortgraph.distributed.init``.
         threads: Threads of one operator; None: the processors of this machine, shared by the processes on it.
         bucket_bytes: Gradients are sent in arrays of about this size.
+        overlap: Send each array as soon as its gradients are there, while others are computed. Results are the same.
         options: As for ``TrainingSession``.
 
     Raises:
@@ -55,6 +59,7 @@ class DistributedSession(TrainingSession):
         group: Group,
         threads: int | None = None,
         bucket_bytes: int = BUCKET_BYTES,
+        overlap: bool = True,
         **options: Any,
     ) -> None:
         self.group = group
@@ -69,7 +74,8 @@ class DistributedSession(TrainingSession):
             if not self._memory.device.on_host:
                 raise InputError(f"gradients are summed on the host, not on {self.target}", "a target of the CPU")
         group.same("graph", key_of(graph, ()))
-        reduced = [self._inputs[p.reduced] for p in reversed(self.signature.parameters) if p.reduced is not None]
+        self._overlap = overlap and group.size > 1
+        reduced = [self._inputs[name] for name in _in_order_of_making(graph)]
         types = {v.name or "": (v.dtype.numpy(), static_shape(v) or ()) for v in reduced}  # type: ignore[union-attr]
         self.gradient_buckets = Buckets(types, bucket_bytes)
         self._memory.persistent.update(self.gradient_buckets.views)
@@ -103,24 +109,27 @@ class DistributedSession(TrainingSession):
         """
         start = time.perf_counter()
         failure, loss = None, math.nan
+        sums = _Sums(self.group, self.gradient_buckets.flat)
         try:
             self._require_optimizer("step")
             if learning_rate is not None:
                 self.learning_rate = learning_rate
-            loss = self._backward(batch, items)
+            loss = self._backward(batch, items, sums.start)
         except Exception as error:  # noqa: BLE001 - raised again as soon as the others know
             failure = error
         sent = time.perf_counter()
         try:
+            sums.start_all()  # why after a failure, too: the others have sent theirs, and wait
             total, counted = self._agree(failure, loss)
+            sums.finish()
         except Exception:
+            sums.abandon()
             self._start_over()
             raise
         scaled = any(s.kind == "loss_scale" for s in self.signature.states)
         if self._check_finite and not scaled and not math.isfinite(total):
             self._start_over()
             raise NonFiniteLossError(f"the loss is {total} at step {self.steps + 1}; nothing was updated")
-        self.group.sum(self.gradient_buckets.flat)
         if counted is not None:
             self.gradient_buckets.scale(1.0 / counted)
         arrived = time.perf_counter()
@@ -148,8 +157,8 @@ class DistributedSession(TrainingSession):
             raise InputError("this graph cannot accumulate gradients", "optimize with accumulation_steps=N")
         return self._backward(batch, items)
 
-    def _backward(self, batch: Batch, items: float | None) -> float:
-        """Add this part's gradients to the buckets, or put them there."""
+    def _backward(self, batch: Batch, items: float | None, finished: Callable[[int], None] | None = None) -> float:
+        """Add this part's gradients to the buckets, or put them there; told is which bucket is finished."""
         if items is not None and not 0 <= items < math.inf:
             raise InputError(f"items={items}", "how many labels of this part count")
         self._set_seed(1.0 / (self.group.size * self.accumulation_steps) if items is None else float(items))
@@ -159,8 +168,17 @@ class DistributedSession(TrainingSession):
             if self.accumulation_steps == 1:
                 self.gradient_buckets.clear()
             return 0.0
-        program.run()
+        if isinstance(program, PartedProgram):
+            program.run(finished)
+        else:
+            program.run()
         return float(program.value(self.signature.loss))
+
+    def _new_program(self, kind: str, graph: TrainingGraph, *arguments: Any) -> Program:
+        if kind != "backward" or not self._overlap:
+            return super()._new_program(kind, graph, *arguments)
+        groups = self.gradient_buckets.names
+        return PartedProgram(kind, graph, *arguments, self._memory, self.threads, self._poison, groups=groups)
 
     def _agree(self, failure: Exception | None, loss: float) -> tuple[float, float | None]:
         """The joint loss, and the number of items of all parts where it was given."""
@@ -266,3 +284,41 @@ class DistributedSession(TrainingSession):
             self.gradient_buckets.nbytes, peak(),
         )  # fmt: skip
         return RankReport(tuple(self.group.gather_rows(row)))
+
+
+class _Sums:
+    """The sums of one step, started in order."""
+
+    def __init__(self, group: Group, arrays: Sequence[np.ndarray]) -> None:
+        self._group, self._arrays = group, arrays
+        self._started: list[Any] = []
+
+    def start(self, number: int) -> None:
+        assert number == len(self._started), "buckets are sent in order"
+        self._started.append(self._group.start_sum(self._arrays[number]))
+
+    def start_all(self) -> None:
+        """Start those that have not been."""
+        for number in range(len(self._started), len(self._arrays)):
+            self.start(number)
+
+    def finish(self) -> None:
+        started, self._started = self._started, []
+        self._group.finish(started)
+
+    def abandon(self) -> None:
+        """Wait until nothing writes the arrays; how it ends does not matter any more."""
+        with contextlib.suppress(DistributedError):
+            self.finish()
+
+
+def _in_order_of_making(graph: TrainingGraph) -> list[str]:
+    """Inputs for sums of gradients, that of the gradient which is there first in front: the same in all processes."""
+    position = {node: i for i, node in enumerate(graph.graph)}
+    makers = {v.name: v.producer() for v in graph.graph.outputs}
+    made = {
+        p.reduced: position.get(makers.get(p.contribution), -1)  # type: ignore[arg-type]
+        for p in reversed(graph.signature.parameters)
+        if p.reduced is not None
+    }
+    return sorted(made, key=made.__getitem__)

@@ -16,6 +16,7 @@ import torch
 
 import ortgraph
 from ortgraph.distributed import DistributedSession, compiling, init
+from ortgraph.distributed.parted_program import PartedProgram
 from ortgraph.errors import OrtgraphError
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -80,6 +81,11 @@ class Broken(Net):
         return super().forward(ids, labels)
 
 
+class Refusing:
+    def run_with_iobinding(self, binding: Any) -> None:
+        raise RuntimeError("rank 1 cannot go on")
+
+
 def main() -> None:
     folder = pathlib.Path(sys.argv[1])
     group = init(timeout=60, meeting=os.environ["MEETING"])
@@ -90,12 +96,16 @@ def main() -> None:
     if RANK == 1:
         ours = compiling.optimizing.optimize
         compiling.optimizing.optimize = lambda *a, **k: (_ for _ in ()).throw(AssertionError("rank 1 optimizes"))
-    session = ortgraph.distributed.optimize(captured(ROWS), group, "O2", adam)
+    graph = ortgraph.distributed.optimize(captured(ROWS), group, "O2", adam)
     if RANK == 1:
         compiling.optimizing.optimize = ours
-    session = DistributedSession(session, group, threads=1, bucket_bytes=400)
+    session = DistributedSession(graph, group, threads=1, bucket_bytes=400)
     found["buckets"] = len(session.gradient_buckets.flat)
     found["equal parts"] = trained(session, lambda i: part(batch(i)))
+    whole = DistributedSession(graph, group, threads=1, bucket_bytes=400, overlap=False)
+    found["without overlap"] = trained(whole, lambda i: part(batch(i)))
+    backward = next(p for p in session.programs if isinstance(p, PartedProgram))
+    found["finished"] = [p.finished for p in backward.parts]
     session.save_checkpoint(folder / "checkpoint")
     found["straight"] = session.step(part(batch(7)))
     session.load_checkpoint(folder / "checkpoint")
@@ -108,6 +118,13 @@ def main() -> None:
         wrong["ids"] = wrong["ids"] + WORDS
     found["failed step"] = fails(lambda: session.step(wrong))
     found["unchanged"] = all(np.array_equal(before[k], v) for k, v in state(session).items())
+    usual = backward.parts[1].session
+    if RANK == 1:
+        backward.parts[1].session = Refusing()
+    found["failed between sums"] = fails(lambda: session.step(part(batch(8))))
+    backward.parts[1].session = usual
+    found["unchanged between sums"] = all(np.array_equal(before[k], v) for k, v in state(session).items())
+    session.check_memory(part(batch(8)), "backward")
     found["failed capture"] = fails(lambda: ortgraph.distributed.compile(Broken(), part(batch(0)), adam, group))
     found["another rate"] = fails(lambda: session.step(part(batch(8)), learning_rate=0.1 * (1 + RANK)))
 

@@ -55,6 +55,15 @@ def test_losses_updates_and_states_are_those_of_the_joint_batch(ranks: Any, scen
         np.testing.assert_array_equal(ranks[1]["equal parts"][name], value, err_msg=name)
 
 
+def test_sums_leave_while_gradients_are_computed_and_change_nothing(ranks: Any) -> None:
+    for rank in ranks:
+        for name, value in rank["without overlap"].items():
+            np.testing.assert_array_equal(rank["equal parts"][name], value, err_msg=name)
+        early = sum(rank["finished"], [])
+        assert early == list(range(len(early))) and len(rank["finished"]) > 2 and not rank["finished"][-1]
+        assert len(early) < rank["buckets"]  # the last one leaves at the end
+
+
 def test_parts_with_different_numbers_of_labels(ranks: Any, scenario: Any) -> None:
     same(ranks[0]["items"], scenario.trained(one(scenario), lambda i: scenario.batch(i, ignored=True)))
 
@@ -84,6 +93,9 @@ def test_a_process_that_fails_stops_all_with_its_error(ranks: Any) -> None:
     assert second["failed step"].startswith("BatchError: ") and "ids" in second["failed step"]
     assert first["failed step"].startswith("DistributedError: rank 1 stopped in a step: BatchError")
     assert first["unchanged"] and second["unchanged"]
+    assert second["failed between sums"].startswith("BatchError: program backward stopped: rank 1 cannot go on")
+    assert first["failed between sums"].startswith("DistributedError: rank 1 stopped in a step: BatchError")
+    assert first["unchanged between sums"] and second["unchanged between sums"]
     assert "rank 1 cannot be traced" in second["failed capture"]
     assert first["failed capture"].startswith("DistributedError: rank 1 stopped in capture: ")
     assert "rank 1 cannot be traced" in first["failed capture"]
