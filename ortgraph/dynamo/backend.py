@@ -52,7 +52,9 @@ def backend(
 
 
 def _compile(graph_module: GraphModule, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
-    """Compile, or let PyTorch run what cannot be compiled."""
+    """Compile, or let PyTorch run what cannot be compiled, and a batch that is empty."""
+    if _is_empty(graph_module, inputs):
+        return graph_module.forward
     try:
         return compile_static(graph_module, inputs, options)
     except _CANNOT as error:
@@ -80,6 +82,12 @@ def compile_static(graph_module: GraphModule, example_inputs: Sequence[Any], opt
         decompositions=decompositions(),
     )
     return compile_with(graph_module, example_inputs)
+
+
+def _is_empty(graph_module: GraphModule, inputs: Sequence[Any]) -> bool:
+    """Whether a tensor of the batch has no elements: kernels of the runtime refuse some of what PyTorch defines then."""
+    kinds = zip(arguments_of(graph_module), inputs, strict=True)
+    return any(a.kind == "input" and isinstance(x, torch.Tensor) and x.numel() == 0 for a, x in kinds)
 
 
 def _warn(error: OrtgraphError) -> None:

@@ -74,7 +74,8 @@ class BoundHalf:
         bound = self._at(arena)
         with bound.lock:
             last = bound.addresses
-            for i, address in enumerate(addresses):
+            for i, given in enumerate(addresses):
+                address = given or arena  # why: a tensor without elements is nowhere, and the runtime wants an address
                 if address != last[i]:
                     last[i] = -1  # why: a bind that fails leaves nothing that looks bound
                     for name in self._slots[i]:

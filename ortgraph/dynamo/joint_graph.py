@@ -20,6 +20,7 @@ from ortgraph.graph.index_note import IndexNote
 from ortgraph.graph.signature import Buffer, Parameter, Signature, State
 from ortgraph.graph.training_graph import TrainingGraph
 from ortgraph.ops.spec import COMPOSITE
+from ortgraph.runtime.labelled_rows import WITH_OUTPUTS
 
 _OPSET = 18
 _MEMBER = re.compile(r"\._modules\['([^']+)'\]|\._(parameters|buffers)\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]|\.(\w+)")
@@ -238,7 +239,7 @@ class _Assembly:
                 State("random_step", random[1], None, "random_step"),
             ),
             first_backward=None if cut is None else cut.name,
-            metadata={"capture": f"torch.compile {torch.__version__}"},
+            metadata={"capture": f"torch.compile {torch.__version__}", WITH_OUTPUTS: "yes"},
         )
 
     def _tangents_by_output(self, outputs: Sequence[Any], tangents: Sequence[str]) -> dict[str, str]:

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 
 from ortgraph.dynamo.arena_pool import arenas
+from ortgraph.dynamo.by_rows import GraphsByRows
 from ortgraph.dynamo.compiled_graph import CompiledGraph, Result, random_key
 from ortgraph.dynamo.joint_graph import JointGraph
-from ortgraph.dynamo.labelled import LabelledGraphs
+from ortgraph.errors import UnsupportedError
 
 _OUTSTANDING = 2  # forward calls that may wait for their backward with gradients at hand
 _LENT = 4  # arenas in use, with gradients in them, before gradients get memory of their own
 _LEAST = 2.0**-16  # loss gradient of a run, in size
-_TOKEN = 24  # bytes: random key and step, loss gradient; an arena has more
+_TOKEN = 32  # bytes: random key and step, loss gradient, whether draws were over packed rows; an arena has more
 
 
 def whole(joint: JointGraph) -> JointGraph:
@@ -52,7 +53,7 @@ class OneRun:
     """
 
     def __init__(
-        self, graphs: LabelledGraphs, make_halves: Callable[[], CompiledGraph], joint: JointGraph, seed: int
+        self, graphs: GraphsByRows, make_halves: Callable[[], CompiledGraph], joint: JointGraph, seed: int
     ) -> None:
         self._graphs, self._make_halves, self._seed = graphs, make_halves, seed
         self._halves: CompiledGraph | None = None
@@ -93,12 +94,12 @@ class OneRun:
             return self._forward_half(args)
         self._outstanding += 1
         key = random_key() if self._draws else None
-        graph = self._graphs.of(args)
+        graph, chosen = self._graphs.of(args)
         made = graph.forward([*args, torch.tensor(self._factor)], key)[: len(graph.results)]
         token = torch.empty(_TOKEN, dtype=torch.uint8)
         if key is not None:
             token[:16].view(torch.int64).copy_(key)
-        token[16:].view(torch.float64).fill_(self._factor)
+        token[16:].view(torch.float64)[0], token[24:].view(torch.int64)[0] = self._factor, chosen.packed
         gradients = made[self._count :]
         if arenas.lent > _LENT:  # why: whoever keeps one gradient of each step keeps the memory of all
             gradients = [g.clone() for g in gradients]
@@ -117,7 +118,7 @@ class OneRun:
             return self._run_again(token, saved, tangents)
         if torch._C._autograd._get_current_graph_task_keep_graph():
             gradients = [g.clone() for g in gradients]
-        given, used = float(tangents[self._seed]), float(token[16:].view(torch.float64))
+        given, used = float(tangents[self._seed]), float(token[16:].view(torch.float64)[0])
         if given != used:
             torch._foreach_mul_(gradients, given / used)
         # why not above 1: what a loss scaler tries must not overflow in a run that a smaller scale is for; why not far
@@ -151,6 +152,11 @@ class OneRun:
     def _run_again(self, token: torch.Tensor, saved: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         """Gradients by the halves, of the same arguments and the same draws."""
         self._only_halves = True
+        if self._draws and int(token[24:].view(torch.int64)):
+            raise UnsupportedError(
+                "a gradient came for another result than the loss, of a call that drew its dropout without padding",
+                "leave remove_padding out, or go backward from the loss alone (the next call computes all rows)",
+            )
         args: list[Any] = [None] * (1 + max(self.saved_args))
         for i, tensor in zip(self.saved_args, saved, strict=True):
             args[i] = tensor

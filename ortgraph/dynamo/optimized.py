@@ -21,6 +21,10 @@ logger = logging.getLogger(__name__)
 def optimized(joint: JointGraph, options: Options) -> TrainingGraph:
     """The graph after the user's hooks and the pipeline.
 
+    Args:
+        joint: Translated.
+        options: Those of the backend. ``remove_padding`` is for graphs that compute loss and gradients at once.
+
     Raises:
         InputError: A hook changed inputs or outputs.
     """
@@ -31,6 +35,7 @@ def optimized(joint: JointGraph, options: Options) -> TrainingGraph:
     facts = text_of(
         "torch.compile", options.pipeline, target, options.precision, options.precision_overrides,
         options.memory_budget, options.budget_required, options.passes_after,
+        options.remove_padding,
     )  # fmt: skip
     if options.cache and facts is not None:
         ready = cached(graph, facts, lambda: _lowered(graph, options, target))
@@ -60,6 +65,7 @@ def _optimize(graph: TrainingGraph, options: Options, budget: str | int | None, 
     return optimize(
         graph, options.pipeline, target=target, precision=options.precision,
         precision_overrides=options.precision_overrides, memory_budget=budget, passes_after=options.passes_after,
+        remove_padding=options.remove_padding,
     ).graph  # fmt: skip
 
 

@@ -19,6 +19,8 @@ class Options:
         budget_required: Raise where a graph cannot be planned within the budget; False: plan it without one, with a warning.
         after_capture: Functions of the ``TrainingGraph``, or ``onnx_ir`` passes, applied right after translation: one, or
             a list. A function may change the graph or return another.
+        remove_padding: Where loss and gradients are computed at once, what works token by token runs over tokens that are no
+            padding, for each batch as its mask says; where that cannot be, a ``PaddingWarning`` says why.
         threads: Threads of one operator; None means PyTorch's number (``torch.get_num_threads()``).
         joint: Run forward and backward at once where the caller can be expected to go backward from a scalar loss alone; False:
             always two programs.
@@ -34,6 +36,7 @@ class Options:
     passes_after: Mapping[str, Any] | None = None
     target: str | None = None
     after_capture: Callable[..., Any] | Sequence[Any] = ()
+    remove_padding: bool = False
     threads: int | None = None
     joint: bool = True
     fallback: bool = True
@@ -53,6 +56,8 @@ class Options:
         options = Options(**(given or {}))
         if options.threads is not None and (not isinstance(options.threads, int) or options.threads < 1):
             raise InputError(f"threads={options.threads!r}", "a positive number, or None for PyTorch's")
+        if options.remove_padding and options.pipeline not in ("O2", "O3"):
+            raise InputError("remove_padding goes with O2", "leave pipeline out, or remove_padding")
         return options
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -34,11 +34,25 @@ def compiled(function: Callable[..., Any], options: Options) -> Callable[..., An
     return torch.compile(own, backend=backend, options=options)  # type: ignore[call-overload]
 
 
-def _whole() -> contextlib.AbstractContextManager[Any]:
-    """Inside DistributedDataParallel: one graph, where Dynamo would cut it at the ends of gradient buckets."""
-    if DistributedDataParallel._get_active_ddp_module() is None:
-        return contextlib.nullcontext()
-    return torch._dynamo.config.patch(optimize_ddp=False)
+@contextlib.contextmanager
+def _tracing() -> Iterator[None]:
+    """Settings of Dynamo for whatever it traces inside.
+
+    It guards on the hooks of modules, so that one which is registered or removed later is noticed; and within
+    DistributedDataParallel there is one graph, where it would cut at the ends of gradient buckets.
+    """
+    config = torch._dynamo.config
+    wanted = {"skip_nnmodule_hook_guards": False}
+    if DistributedDataParallel._get_active_ddp_module() is not None:
+        wanted["optimize_ddp"] = False
+    before = {name: getattr(config, name) for name in wanted}
+    for name, value in wanted.items():  # why not config.patch: it takes four times as long, at every call
+        setattr(config, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
 
 
 class ORTModule(torch.nn.Module):
@@ -101,8 +115,12 @@ class ORTModule(torch.nn.Module):
         Raises:
             OrtgraphError: A part cannot be compiled and ``fallback`` is off, or an operator refuses its input.
         """
+        return self._run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what is compiled."""
         try:
-            with _whole():
+            with _tracing():
                 return self._compiled(*args, **kwargs)
         except torch._dynamo.exc.BackendCompilerFailed as error:
             if isinstance(error.inner_exception, OrtgraphError):

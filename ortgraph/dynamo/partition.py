@@ -8,21 +8,33 @@ takes what is saved and the tangents.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from ortgraph.dynamo.by_rows import GraphsByRows
 from ortgraph.dynamo.compiled_graph import CompiledGraph
 from ortgraph.dynamo.joint_graph import Argument, JointGraph, joint_graph
-from ortgraph.dynamo.labelled import LabelledGraphs
 from ortgraph.dynamo.one_run import OneRun, whole
 from ortgraph.dynamo.optimized import optimized, target_of
 from ortgraph.dynamo.options import Options
 from ortgraph.dynamo.zero_tangents import without_tangents
+from ortgraph.runtime.labelled_rows import REFUSED_KEY
 
 _COMPILED = "ortgraph_compiled"
+
+
+class PaddingWarning(UserWarning):
+    """``remove_padding`` was asked for, and a graph computes the rows of padding all the same."""
+
+
+def warn_of_padding(reason: str) -> None:
+    """Say why; PyTorch's and Python's filters show a text once."""
+    warnings.warn(f"rows of padding are computed: {reason}", PaddingWarning, stacklevel=2)
 
 
 class Compiler:
@@ -41,35 +53,51 @@ class Compiler:
     ) -> tuple[GraphModule, GraphModule]:
         """AOTAutograd's ``partition_fn``."""
         with real_tensors():
-            compiled = self._one_run(joint_module, num_fwd_outputs) or self._halves(joint_module, num_fwd_outputs)
+            joint = joint_graph(joint_module, self.arguments, num_fwd_outputs)
+            why = self._why_two(joint_module, joint)
+            compiled = self._halves(joint, why) if why else self._one_run(joint_module, joint)
         return _stand_ins(joint_module, num_fwd_outputs, compiled)
 
-    def _halves(self, module: GraphModule, num_outputs: int) -> CompiledGraph:
-        joint = joint_graph(module, self.arguments, num_outputs)
-        return CompiledGraph(joint, optimized(joint, self.options), threads_of(self.options))
+    def _halves(self, joint: JointGraph, why: str) -> CompiledGraph:
+        """Forward and backward as two programs, which compute all rows."""
+        if self.options.remove_padding:
+            warn_of_padding(why)
+        options = dataclasses.replace(self.options, remove_padding=False)
+        return CompiledGraph(joint, optimized(joint, options), threads_of(options))
 
-    def _one_run(self, module: GraphModule, num_outputs: int) -> OneRun | None:
-        """Forward and backward at once; None where the loss is not in the graph or the graph could not be left again."""
-        if not self.options.joint or self._in_half_precision(module):
-            return None
-        joint = joint_graph(module, self.arguments, num_outputs)
+    def _why_two(self, module: GraphModule, joint: JointGraph) -> str:
+        """Why forward and backward cannot run at once; empty where they can."""
+        if not self.options.joint:
+            return "joint=False asks for forward and backward as two programs"
+        if self._in_half_precision(module):
+            return "float16 gradients wait for the scale of the loss"
+        if joint.graph.signature.loss_gradient is None:
+            return "the graph returns no loss, a scalar float32 with a gradient"
+        if len(joint.tangents) > 1 and _scalars(joint) > 1:
+            return "several scalar results could be the loss"
+        if len(joint.tangents) > 1 and _writes_arguments(module):
+            return "the module writes its buffers, so that its forward half could not run again for another result"
+        return ""
+
+    def _one_run(self, module: GraphModule, joint: JointGraph) -> OneRun:
+        """Forward and backward at once."""
         seed = joint.graph.signature.loss_gradient
-        if seed is None:
-            return None
+        assert seed is not None
         at, alone = joint.tangents.index(seed), joint
         others = [i for i in range(len(joint.tangents)) if i != at]
-        if others and (_writes_arguments(module) or _scalars(joint) > 1):
-            return None  # why: the forward half cannot run again on what it has written; which one is the loss?
         if others:
             copied = without_tangents(module, len(joint.gradients), others)
-            alone = joint_graph(copied, self.arguments, num_outputs)
+            alone = joint_graph(copied, self.arguments, len(joint.outputs))
 
         def halves() -> CompiledGraph:
             with real_tensors():
-                return self._halves(module, num_outputs)
+                fresh = joint_graph(module, self.arguments, len(joint.outputs))
+                return self._halves(fresh, "another result than the loss got a gradient, or calls wait for theirs")
 
         graph = optimized(alone, self.options)
-        graphs = LabelledGraphs(whole(alone), graph, threads_of(self.options), target_of(self.options))
+        graphs = GraphsByRows(whole(alone), graph, threads_of(self.options), target_of(self.options))
+        if self.options.remove_padding and not graphs.without_padding:
+            warn_of_padding(graph.model.metadata_props.get(REFUSED_KEY, "passes_after cannot be repeated for fewer rows"))
         return OneRun(graphs, halves, joint, at)
 
     def _in_half_precision(self, module: GraphModule) -> bool:
@@ -92,7 +120,8 @@ class Compiler:
         with real_tensors():
             count = len(torch.utils._pytree.tree_leaves(module.graph.output_node().args[0], is_leaf=_none))
             joint = joint_graph(module, self.arguments, count, inference=True)
-            compiled = CompiledGraph(joint, optimized(joint, self.options), threads_of(self.options))
+            options = dataclasses.replace(self.options, remove_padding=False)
+            compiled = CompiledGraph(joint, optimized(joint, options), threads_of(options))
         return _boxed(compiled.infer)
 
 

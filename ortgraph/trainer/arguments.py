@@ -37,6 +37,8 @@ class _Compiler:
         memory_budget: Bytes, or a percentage of the activations' peak, as in ``ortgraph.optimize``. None: no limit, or 50 %
             where activation checkpointing is asked for.
         pipeline: Preset or text of the pass pipeline.
+        remove_padding: What works token by token runs over tokens that are no padding while training
+            (docs/torch-compile.md, "Padding"). Pipelines from ``O2`` on.
         loss_in_graph: Compute the loss within the graph and return it alone. ``use_module_with_loss`` is its old name.
         save_onnx: Write the captured training graph to the output folder.
         onnx_prefix: Start of its file name; needed with ``save_onnx``.
@@ -47,6 +49,7 @@ class _Compiler:
     precision: str | None = dataclasses.field(default=None, metadata={"help": "fp32, bf16 or fp16."})
     memory_budget: str | None = dataclasses.field(default=None, metadata={"help": "Bytes, or like 50%."})
     pipeline: str = dataclasses.field(default="O2", metadata={"help": "Preset or text of the pass pipeline."})
+    remove_padding: bool = dataclasses.field(default=False, metadata={"help": "Leave padding out while training."})
     loss_in_graph: bool = dataclasses.field(default=True, metadata={"help": "Compute the loss within the graph."})
     use_module_with_loss: bool | None = dataclasses.field(default=None, metadata={"help": "See loss_in_graph."})
     save_onnx: bool = dataclasses.field(default=False, metadata={"help": "Write the captured training graph."})

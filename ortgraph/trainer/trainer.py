@@ -92,7 +92,10 @@ class ORTTrainer(Trainer):
         options = {"pipeline": args.pipeline, "precision": args.precision, "after_capture": hooks}
         if not training:
             return options  # nothing is kept for a backward half
-        return {**options, "memory_budget": args.memory_budget, "budget_required": args.budget_required}
+        return {
+            **options, "memory_budget": args.memory_budget, "budget_required": args.budget_required,
+            "remove_padding": args.remove_padding,
+        }  # fmt: skip
 
     def _save_onnx(self, graph: TrainingGraph) -> TrainingGraph:
         """Write the first graph that is captured; a file that is there already stays, with a warning."""

@@ -295,6 +295,17 @@ def test_shapes_may_change(check_gradients):
     check_gradients(Mlp(), tuple(torch.randn(n, 6) for n in (5, 3, 7, 1, 3, 9)), step)
 
 
+def test_a_batch_without_rows(wrap):
+    module = Mlp()
+    x, y = torch.randn(0, 6, requires_grad=True), torch.randint(0, 3, (0,))
+    compiled = wrap(module)
+    scores = compiled(x)
+    scores.sum().backward()
+    assert scores.shape == (0, 3) and x.grad.shape == x.shape
+    assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in module.parameters())
+    assert compiled(x, y)[0].isnan()  # the mean of nothing
+
+
 def test_marked_dynamic_dimension(check_gradients):
     def step(module, batch):
         for x in batch:

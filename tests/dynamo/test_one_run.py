@@ -216,5 +216,5 @@ def test_the_head_runs_over_labelled_rows(made):
             (module(ids, y.view(4, 32)) / 3).backward()
 
         assert_same(gradients(one, step), gradients(two, step))
-        found.append(sorted(made[0]._graphs.by_rows))
+        found.append(sorted(b.labelled for b in made[0]._graphs.made))
     assert found == [[8], [8], [8, 24], [8, 24]]

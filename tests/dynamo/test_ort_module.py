@@ -98,6 +98,29 @@ def test_gradient_hooks_run(wrap):
     torch.testing.assert_close(doubled, 2 * eager.head.weight.grad)
 
 
+def test_hooks_that_come_and_go_between_calls(wrap):
+    """Dynamo does not guard on hooks by itself: one that is registered after the first call would never run."""
+    module = Net().eval()
+    eager = copy.deepcopy(module)
+    compiled = wrap(module, pipeline="O0")
+    x = torch.randn(5, 6)
+    found = []
+    for call, m in ((compiled, module), (eager, eager)):
+        results = [call(x)]
+        for register in (
+            lambda m: m.head.register_forward_hook(lambda _, args, out: out * 3),
+            lambda m: m.body.register_forward_pre_hook(lambda _, args: (args[0] - 1,)),
+            lambda m: m.head.register_full_backward_hook(lambda _, given, made: (given[0] * 2,)),
+        ):
+            handle = register(m)
+            results.append(call(x))
+            handle.remove()
+            results[-1].square().sum().backward()
+        results.append(call(x))
+        found.append([r.detach() for r in results] + [p.grad for p in m.parameters()])
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
 def test_copies(wrap, way):
     compiled = wrap(Net()).eval()
