@@ -30,14 +30,15 @@ ZERO = {
 @pytest.mark.parametrize(
     ("launcher", "size", "deepspeed"),
     [
-        ("torchrun", "small", False),
+        ("accelerate", "small", False),
+        pytest.param("torchrun", "small", True, id="deepspeed"),
         pytest.param("torchrun", "gpt2", False, marks=pytest.mark.slow),
         pytest.param("accelerate", "gpt2", False, marks=pytest.mark.slow),
-        pytest.param("torchrun", "gpt2", True, marks=pytest.mark.slow),
+        pytest.param("torchrun", "gpt2", True, marks=pytest.mark.slow, id="deepspeed-gpt2"),
     ],
 )
 def test_losses_are_those_of_trainer(launch: Any, launcher: str, size: str, deepspeed: bool) -> None:
-    """Slow ones: ``pytest -m slow tests/distributed/test_trainer.py``."""
+    """Slow ones: ``pytest -m slow tests/distributed/test_trainer.py``. DeepSpeed's short one is a step of ``.ci/run``."""
     arguments = [str(launch.folder), size]
     if deepspeed:
         if importlib.util.find_spec("deepspeed") is None:
