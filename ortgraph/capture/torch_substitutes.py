@@ -18,17 +18,9 @@ from torch.overrides import TorchFunctionMode
 Replacement = Callable[..., Any]
 
 FAMILIES = (
-    "loss",
-    "modules",
-    "order",
-    "distance",
-    "embedding",
-    "experts",
-    "pooling",
-    "recurrent",
-    "sampling",
+    "checks", "loss", "modules", "order", "distance", "embedding", "experts", "pooling", "recurrent", "sampling",
     "sparse",
-)
+)  # fmt: skip
 
 _TABLE: dict[Any, Replacement] = {}
 _ATTRIBUTES: list[tuple[Any, str, Any]] = []

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributions import Distribution
 from torch.nn import functional as F
 from torch.nn.modules import transformer
 from torch.nn.modules.adaptive import _ASMoutput
@@ -15,9 +14,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ortgraph.capture.torch_substitutes import in_place_of
 
 _normalize = _BatchNorm.forward
-
-# distributions check their arguments and values; what was asked for by name, validate_args=True, stays refused
-in_place_of(Distribution, "_validate_args")(False)
 
 
 @in_place_of(transformer, "_detect_is_causal_mask")
