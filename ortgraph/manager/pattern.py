@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import onnx_ir as ir
-from onnxscript.rewriter import pattern as onnxscript_pattern
 
 from ortgraph.errors import PassError
 from ortgraph.graph import TrainingGraph
@@ -80,7 +79,9 @@ def _check_names(function: Callable[..., Any], role: str, name: str, first: tupl
 
 @functools.lru_cache(maxsize=64)
 def _rules(p: PatternPass) -> tuple[Any, ...]:
-    rule = onnxscript_pattern.RewriteRule(p.pattern, _never, name=p.name)
+    from onnxscript.rewriter import pattern as patterns  # why here: 19 MB, of use to custom passes alone
+
+    rule = patterns.RewriteRule(p.pattern, _never, name=p.name)
     return tuple(rule.commute()) if p.commute else (rule,)
 
 
