@@ -50,6 +50,8 @@ def _truth(t: Translation, self: ir.Value, dim: Any = None, keepdim: bool = Fals
 def _arg(t: Translation, self: ir.Value, dim: int | None, keepdim: bool) -> ir.Value:
     assert t.fx is not None
     op_type = "ArgMax" if "argmax" in str(t.fx.target) else "ArgMin"
+    if self.dtype == INT64:  # the runtime searches no int64
+        self = t.cast(self, ir.DataType.DOUBLE)
     if dim is None:
         total: Any = 1
         for d in t.dims(self):

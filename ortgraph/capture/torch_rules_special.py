@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -199,3 +201,53 @@ def _resized_backward(
         t, kind, t.out_dims()[-2:], t.dims(grad_output)[-2:], align_corners, (scales_h, scales_w)
     )
     return t.op("MatMul", t.op("MatMul", t.transpose(rows, (1, 0)), grad_output), columns)
+
+
+# --- the gamma function ------------------------------------------------------------------------------------------
+
+_SHIFT = 8  # Stirling's series counts from here on
+_WIDE = ir.DataType.DOUBLE
+
+
+def _mirrored(t: Translation, x: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """Where x is below one half; 1 - x there and x elsewhere; that number moved to where the series holds."""
+    low = t.op("Less", x, t.scalar(0.5, _WIDE))
+    right = t.op("Where", low, t.op("Sub", t.scalar(1, _WIDE), x), x)
+    return low, right, t.op("Add", right, t.scalar(_SHIFT, _WIDE))
+
+
+def _sine(t: Translation, x: ir.Value, ahead: float = 0.0) -> ir.Value:
+    """sin(pi * (x + ahead))"""
+    return t.op("Sin", t.op("Mul", t.op("Add", x, t.scalar(ahead, _WIDE)), t.scalar(math.pi, _WIDE)))
+
+
+def _series(t: Translation, z: ir.Value, terms: Sequence[tuple[float, int]]) -> ir.Value:
+    parts = [t.op("Div", t.scalar(c, _WIDE), t.op("Pow", z, t.scalar(p, _WIDE))) for c, p in terms]
+    return functools.reduce(lambda a, b: t.op("Add", a, b), parts)
+
+
+@rule("lgamma.default")
+def _lgamma(t: Translation, self: ir.Value) -> ir.Value:
+    """Stirling's series at x + 8, less the logarithm of x (x + 1) ... (x + 7); reflected below one half."""
+    x = t.cast(self, _WIDE)
+    low, right, z = _mirrored(t, x)
+    factors = [t.op("Add", right, t.scalar(k, _WIDE)) for k in range(_SHIFT)]
+    product = functools.reduce(lambda a, b: t.op("Mul", a, b), factors)
+    main = t.op("Mul", t.op("Sub", z, t.scalar(0.5, _WIDE)), t.op("Log", z))
+    series = _series(t, z, [(1 / 12, 1), (-1 / 360, 3), (1 / 1260, 5), (-1 / 1680, 7)])
+    whole = t.op("Add", t.op("Sub", main, z), t.op("Add", series, t.scalar(math.log(2 * math.pi) / 2, _WIDE)))
+    whole = t.op("Sub", whole, t.op("Log", product))
+    mirror = t.op("Log", t.op("Div", t.scalar(math.pi, _WIDE), t.op("Abs", _sine(t, x))))
+    return t.cast(t.op("Where", low, t.op("Sub", mirror, whole), whole), t.out_dtype())
+
+
+@rule("digamma.default")
+def _digamma(t: Translation, self: ir.Value) -> ir.Value:
+    """The derivative of ``lgamma``'s series, less 1/x + ... + 1/(x + 7); reflected below one half."""
+    x = t.cast(self, _WIDE)
+    low, right, z = _mirrored(t, x)
+    steps = [t.op("Reciprocal", t.op("Add", right, t.scalar(k, _WIDE))) for k in range(_SHIFT)]
+    series = _series(t, z, [(-1 / 2, 1), (-1 / 12, 2), (1 / 120, 4), (-1 / 252, 6), (1 / 240, 8)])
+    whole = t.op("Sub", t.op("Add", t.op("Log", z), series), functools.reduce(lambda a, b: t.op("Add", a, b), steps))
+    mirror = t.op("Mul", t.scalar(math.pi, _WIDE), t.op("Div", _sine(t, x, 0.5), _sine(t, x)))
+    return t.cast(t.op("Where", low, t.op("Sub", whole, mirror), whole), t.out_dtype())

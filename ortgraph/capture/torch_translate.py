@@ -220,7 +220,7 @@ class Translation(GraphValues):
             where = f" (module {path or '<root>'}" + (f", {line})" if line else ")")
         return UnsupportedError(
             f"{what} has no translation to ONNX{where}",
-            hint or "replace the operator, or report it; the rules are ortgraph/capture/torch_rules_*.py",
+            hint or _hint(what),
         )
 
     def _from_library(self, node: Node) -> Any:
@@ -273,6 +273,12 @@ class Translation(GraphValues):
             )
         if value.producer() in made:
             self.typed(value, dtype, dims)
+
+
+def _hint(what: str) -> str:
+    if any(name in what for name in ("nonzero", "masked_select", "unique", "bincount")):
+        return "use torch.where, masked_fill or weights: sizes may not depend on values"
+    return "replace the operator, or report it; the rules are ortgraph/capture/torch_rules_*.py"
 
 
 def _place(node: Node) -> tuple[str, str]:
