@@ -83,6 +83,10 @@ TABLE: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
         {"vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 2, "context_length": 16, "use_cache": False},
     ),
     "recurrent-gemma": ("RecurrentGemma", (), {**_GROUPED, "lru_width": 32, "attention_window_size": 4, "num_hidden_layers": 3}),
+    "gpt-bigcode": ("GPTBigCode", ("sdpa",), _GPT2),
+    "glm4": ("Glm4", ("sdpa",), _GROUPED),
+    "olmo3": ("Olmo3", ("sdpa",), {**_GROUPED, "sliding_window": 4}),
+    "falcon-mamba": ("FalconMamba", (), _MAMBA),
     "codegen": ("CodeGen", ("eager",), {**_GPT2, "rotary_dim": 4}),
     "xglm": (
         "XGLM", (),

@@ -78,6 +78,11 @@ TABLE: dict[str, tuple[str, str, tuple[str, ...], dict[str, Any]]] = {
     "flaubert-sequence": ("Flaubert", "SequenceClassification", (), _FLAUBERT),
     "funnel-sequence": ("Funnel", "SequenceClassification", (), _FUNNEL),
     "bigbird-sequence": ("BigBird", "SequenceClassification", (), _BIGBIRD),
+    "ernie-masked-lm": ("Ernie", "MaskedLM", ("sdpa",), USUAL),
+    "roformer-sequence": ("RoFormer", "SequenceClassification", (), {**USUAL, "embedding_size": 32}),
+    "esm-masked-lm": (
+        "Esm", "MaskedLM", (), {**USUAL, "position_embedding_type": "rotary", "pad_token_id": 1, "mask_token_id": 2},
+    ),
     "rembert-masked-lm": ("RemBert", "MaskedLM", (), {**USUAL, "input_embedding_size": 16, "output_embedding_size": 24}),
 }  # fmt: skip
 

@@ -26,7 +26,7 @@ import torch
 
 from ortgraph.errors import InputError
 
-MODULES = ("layers", "encoders", "decoders", "seq2seq", "vision", "speech", "pairs", "recurrent", "refused")
+MODULES = ("layers", "encoders", "decoders", "seq2seq", "vision", "speech", "pairs", "recurrent", "handwritten", "refused")
 DROPOUT = 0.1
 ATTENTION = ("eager", "sdpa")
 

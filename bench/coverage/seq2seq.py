@@ -29,6 +29,7 @@ TABLE: dict[str, tuple[str, str, tuple[str, ...], dict[str, Any]]] = {
         {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     ),
     "mt5": ("MT5ForConditionalGeneration", "MT5Config", ("sdpa",), _T5),
+    "umt5": ("UMT5ForConditionalGeneration", "UMT5Config", (), _T5),
     "longt5": (
         "LongT5ForConditionalGeneration", "LongT5Config", (), {**_T5, "local_radius": 3, "global_block_size": 4},
     ),
@@ -37,6 +38,7 @@ TABLE: dict[str, tuple[str, str, tuple[str, ...], dict[str, Any]]] = {
     "pegasus": ("PegasusForConditionalGeneration", "PegasusConfig", ATTENTION, {**_BART, "pad_token_id": 0}),
     "marian": ("MarianMTModel", "MarianConfig", ATTENTION, {**_BART, "pad_token_id": 0, "decoder_vocab_size": WORDS}),
     "m2m100": ("M2M100ForConditionalGeneration", "M2M100Config", ATTENTION, {**_BART, **_PAD}),
+    "plbart": ("PLBartForConditionalGeneration", "PLBartConfig", ("sdpa",), {**_BART, **_PAD}),
     "blenderbot": ("BlenderbotForConditionalGeneration", "BlenderbotConfig", ATTENTION, {**_BART, "pad_token_id": 0}),
 }  # fmt: skip
 
