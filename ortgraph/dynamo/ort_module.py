@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +17,8 @@ from ortgraph.dynamo.options import Options
 from ortgraph.errors import InputError, OrtgraphError
 
 _OWN = frozenset({"_original", "_options", "_compiled", "training"})
+_LOGGED_ONCE = ("warning_once", "info_once")  # methods that transformers adds to loggers
+_MADE = ("_compiled", "forward")
 _SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
@@ -38,11 +42,13 @@ def compiled(function: Callable[..., Any], options: Options) -> Callable[..., An
 def _tracing() -> Iterator[None]:
     """Settings of Dynamo for whatever it traces inside.
 
-    It guards on the hooks of modules, so that one which is registered or removed later is noticed; and within
-    DistributedDataParallel there is one graph, where it would cut at the ends of gradient buckets.
+    It guards on the hooks of modules, so that one which is registered or removed later is noticed; messages that
+    transformers logs once do not cut the graph; and within DistributedDataParallel there is one graph, where it would cut at
+    the ends of gradient buckets.
     """
     config = torch._dynamo.config
-    wanted = {"skip_nnmodule_hook_guards": False}
+    once = {f for name in _LOGGED_ONCE if (f := getattr(logging.Logger, name, None)) is not None}
+    wanted = {"skip_nnmodule_hook_guards": False, "ignore_logging_functions": config.ignore_logging_functions | once}
     if DistributedDataParallel._get_active_ddp_module() is not None:
         wanted["optimize_ddp"] = False
     before = {name: getattr(config, name) for name in wanted}
@@ -53,6 +59,27 @@ def _tracing() -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(config, name, value)
+
+
+def run(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call what ``compiled`` made; an error of this package that Dynamo wraps is raised as it was."""
+    try:
+        with _tracing():
+            return function(*args, **kwargs)
+    except torch._dynamo.exc.BackendCompilerFailed as error:
+        if isinstance(error.inner_exception, OrtgraphError):
+            raise error.inner_exception from error
+        raise
+
+
+def _described(function: Callable[..., Any], like: Callable[..., Any]) -> Callable[..., Any]:
+    """``run`` with the signature of the module's own ``forward``: trainers choose the columns of a data set by it."""
+
+    @functools.wraps(like)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return run(function, *args, **kwargs)
+
+    return forward
 
 
 class ORTModule(torch.nn.Module):
@@ -89,6 +116,8 @@ class ORTModule(torch.nn.Module):
         own = self.__dict__
         own.update(_original=module, _options=options)
         own["_compiled"] = compiled(self._call(), options)
+        if type(self).forward is ORTModule.forward:
+            own["forward"] = _described(own["_compiled"], module.forward)
         for name in _SHARED:
             own[name] = getattr(module, name)
 
@@ -115,17 +144,7 @@ class ORTModule(torch.nn.Module):
         Raises:
             OrtgraphError: A part cannot be compiled and ``fallback`` is off, or an operator refuses its input.
         """
-        return self._run(*args, **kwargs)
-
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what is compiled."""
-        try:
-            with _tracing():
-                return self._compiled(*args, **kwargs)
-        except torch._dynamo.exc.BackendCompilerFailed as error:
-            if isinstance(error.inner_exception, OrtgraphError):
-                raise error.inner_exception from error
-            raise
+        return run(self._compiled, *args, **kwargs)
 
     def train(self, mode: bool = True) -> ORTModule:
         """Training mode of the wrapped module."""
@@ -155,7 +174,8 @@ class ORTModule(torch.nn.Module):
             return getattr(original, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN or "_original" not in self.__dict__ or name in self.__dict__:
+        own = name in _OWN or (name in self.__dict__ and name not in _MADE)
+        if own or "_original" not in self.__dict__:
             object.__setattr__(self, name, value)
         else:
             setattr(self._original, name, value)
@@ -170,7 +190,7 @@ class ORTModule(torch.nn.Module):
         return sorted({*super().__dir__(), *dir(self._original)})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k != "_compiled" and k not in _SHARED}
+        return {k: v for k, v in self.__dict__.items() if k not in (*_MADE, *_SHARED)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

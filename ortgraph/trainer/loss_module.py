@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from ortgraph.dynamo.ort_module import ORTModule
+from ortgraph.dynamo.ort_module import ORTModule, run
 
 _CLASSIFIERS = tuple(f"For{of}Classification" for of in ("Sequence", "Image", "Video", "Audio"))
 
@@ -47,7 +47,7 @@ class LossModule(ORTModule):
         if isinstance(num_items_in_batch, int | float):
             num_items_in_batch = torch.tensor(float(num_items_in_batch))
         _settle_problem_type(self._original, inputs.get("labels"))
-        return self._run(dict(inputs), num_items_in_batch)
+        return run(self._compiled, dict(inputs), num_items_in_batch)
 
 
 def loss_of_trainer(trainer: Trainer) -> Callable[..., torch.Tensor]:

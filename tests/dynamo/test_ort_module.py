@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 import subprocess
@@ -55,6 +56,7 @@ def test_names_are_those_of_the_module(wrap):
     )
     compiled.config = {"classes": 4}
     assert module.config == {"classes": 4} and compiled.classes() == 4
+    assert inspect.signature(compiled.forward) == inspect.signature(module.forward)
     other = Net()
     compiled.load_state_dict(other.state_dict())
     assert torch.equal(module.head.weight, other.head.weight)
