@@ -26,7 +26,18 @@ import torch
 
 from ortgraph.errors import InputError
 
-MODULES = ("layers", "encoders", "decoders", "seq2seq", "vision", "speech", "pairs", "recurrent", "handwritten", "refused")
+MODULES = (
+    "layers",
+    "encoders",
+    "decoders",
+    "seq2seq",
+    "vision",
+    "speech",
+    "pairs",
+    "recurrent",
+    "handwritten",
+    "refused",
+)
 DROPOUT = 0.1
 ATTENTION = ("eager", "sdpa")
 

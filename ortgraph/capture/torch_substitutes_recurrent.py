@@ -83,13 +83,13 @@ class _Sizes(_Stand):
         return self
 
 
-@substitute(torch._VF._pack_padded_sequence)  # type: ignore[attr-defined]
+@substitute(torch._VF._pack_padded_sequence)
 def pack(input: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> Any:
     padded = input.transpose(0, 1) if batch_first else input
     return PackedRows(padded, lengths), _Sizes(padded.shape[1])
 
 
-@substitute(torch._VF._pad_packed_sequence)  # type: ignore[attr-defined]
+@substitute(torch._VF._pad_packed_sequence)
 def unpack(data: Any, sizes: Any, batch_first: bool, padding_value: float, total_length: int) -> Any:
     if not isinstance(data, PackedRows):
         return NotImplemented

@@ -10,7 +10,20 @@ import typer
 
 from ortgraph.cli.optional_values import join_optional_values
 
-VERBS = ("export", "optimize", "plan", "inspect", "verify", "diff", "passes", "train", "artifacts", "demo", "calibrate", "doctor")
+VERBS = (
+    "export",
+    "optimize",
+    "plan",
+    "inspect",
+    "verify",
+    "diff",
+    "passes",
+    "train",
+    "artifacts",
+    "demo",
+    "calibrate",
+    "doctor",
+)
 
 HELP = """An optimizing compiler for ONNX training graphs.
 

@@ -97,7 +97,9 @@ class Compiler:
         graph = optimized(alone, self.options)
         graphs = GraphsByRows(whole(alone), graph, threads_of(self.options), target_of(self.options))
         if self.options.remove_padding and not graphs.without_padding:
-            warn_of_padding(graph.model.metadata_props.get(REFUSED_KEY, "passes_after cannot be repeated for fewer rows"))
+            warn_of_padding(
+                graph.model.metadata_props.get(REFUSED_KEY, "passes_after cannot be repeated for fewer rows")
+            )
         return OneRun(graphs, halves, joint, at)
 
     def _in_half_precision(self, module: GraphModule) -> bool:
