@@ -50,7 +50,7 @@ def save(folder: str | os.PathLike[str], values: Mapping[str, np.ndarray], extra
     with writing(folder):
         folder.mkdir(exist_ok=True)
     earlier = sorted(folder.glob("values-*.safetensors"))
-    with writing(folder), _partial_folder(folder) as partial:
+    with writing(folder), partial_folder(folder) as partial:
         written = pathlib.Path(partial, "values")
         safetensors.numpy.save_file({k: np.asarray(v, order="C") for k, v in values.items()}, written)
         record = pathlib.Path(partial, RECORD)
@@ -68,12 +68,12 @@ def save(folder: str | os.PathLike[str], values: Mapping[str, np.ndarray], extra
 
 
 @contextlib.contextmanager
-def _partial_folder(folder: pathlib.Path) -> Iterator[str]:
+def partial_folder(folder: pathlib.Path, prefix: str = _PARTIAL) -> Iterator[str]:
     """A folder to write in, locked while its process lives; those that killed processes left are removed."""
-    for left in folder.glob(f"{_PARTIAL}*"):
+    for left in folder.glob(f"{prefix}*"):
         with contextlib.suppress(OSError), _locked(left):
             shutil.rmtree(left)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=_PARTIAL) as partial, _locked(partial):
+    with tempfile.TemporaryDirectory(dir=folder, prefix=prefix) as partial, _locked(partial):
         yield partial
 
 

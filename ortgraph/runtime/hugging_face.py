@@ -6,7 +6,6 @@ import json
 import os
 import pathlib
 import random
-import tempfile
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +18,14 @@ from transformers.trainer_pt_utils import safe_globals
 from ortgraph.errors import InputError
 from ortgraph.graph.writing import writing
 from ortgraph.runtime import torch_layout
+from ortgraph.runtime.checkpoint import partial_folder
 
 if TYPE_CHECKING:
     from ortgraph.runtime.session_state import SessionState
 
 RANDOM_NAME = "rng_state.pth"
 _OWN = "ortgraph"  # beside the states of Python, numpy and PyTorch: the session's key and step
+_PARTIAL = ".ortgraph-partial-"  # it stands in a folder of the user's, in which nothing else may have this name
 _DRAWS = ("random_key", "random_step")
 
 
@@ -64,7 +65,7 @@ def save(
     if "scaler" in state:
         files[SCALER_NAME] = state["scaler"]
     saved = set(module.state_dict())
-    with writing(folder), tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=".partial-") as partial:
+    with writing(folder), partial_folder(folder.absolute().parent, _PARTIAL) as partial:
         made = pathlib.Path(partial, folder.name)
         module.save_pretrained(made, state_dict={n: v for n, v in state["model"].items() if n in saved})
         for name, content in files.items():

@@ -11,6 +11,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 import ortgraph
+from ortgraph.distributed import DistributedSession, Group
 from ortgraph.errors import InputError
 from ortgraph.optim import AdamW, LossScale, schedules
 from ortgraph.runtime.hugging_face import trainer_groups
@@ -118,3 +119,48 @@ def test_a_save_that_fails_leaves_nothing(begun: Any, tmp_path: pathlib.Path, mo
     with pytest.raises(InputError, match="cannot be written .file write failed"):
         session_of(graph, model).save_hugging_face(tmp_path / "checkpoint-0", model)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_process_left_goes_at_the_next_save(begun: Any, tmp_path: pathlib.Path) -> None:
+    _, _, graph, _, model = begun
+    left, other = tmp_path / ".ortgraph-partial-1", tmp_path / ".partial-of-somebody"
+    for folder in (left, other):
+        folder.mkdir()
+        (folder / "optimizer.pt").write_bytes(b"half")
+    session_of(graph, model).save_hugging_face(tmp_path / "checkpoint-0", model)
+    assert {p.name for p in tmp_path.iterdir()} == {"checkpoint-0", other.name}
+
+
+def test_ranks_draw_numbers_of_their_own_after_loading(small: Any, begun: Any, tmp_path: pathlib.Path) -> None:
+    """From the saved key and the rank; a Trainer's checkpoint has no key, and changes none."""
+    _, checkpoint, _, batches, _ = begun
+    model = small.model("bert", dropout=0.1)
+    graph = ortgraph.optimize(
+        ortgraph.capture(model, batches[0]),
+        "O0",
+        optimizer=AdamW(lr=RATE, weight_decay=0.1, no_decay=trainer_groups(model)[1]),
+        distributed=True,
+    ).graph
+    key = next(s.input for s in graph.signature.states if s.kind == "random_key")
+
+    def session(rank: int) -> DistributedSession:
+        group = Group()
+        group.rank = rank
+        return DistributedSession(graph, group, threads=1)
+
+    first, second = session(0), session(1)
+    own = [int(s.buffer(key)) for s in (first, second)]
+    assert own[0] != own[1]
+    for s in (first, second):
+        s.load_hugging_face(checkpoint, model)
+    assert [int(s.buffer(key)) for s in (first, second)] == own
+    first.buffer(key)[...] = 12345
+    folder = first.save_hugging_face(tmp_path / "checkpoint-0", model)
+    assert second.save_hugging_face(tmp_path / "checkpoint-1", model) and not (tmp_path / "checkpoint-1").exists()
+    again = [session(0), session(1), session(1)]
+    for s in again:
+        s.load_hugging_face(folder, model)
+    found = [int(s.buffer(key)) for s in again]
+    assert found[0] == 12345 != found[1] == found[2]
+    again[2].load_hugging_face(folder, model)
+    assert int(again[2].buffer(key)) == found[1]
