@@ -10,9 +10,11 @@ import numpy as np
 from ortgraph.plan.memory.problem import ALIGNMENT
 from ortgraph.runtime.arena import aligned_zeros, as_array
 
-# As of DistributedDataParallel: large enough that a message's fixed cost does not count; a first one that leaves early.
-BUCKET_BYTES = 25 << 20
+# Large enough that a message's fixed cost does not count; a first one that leaves early; and not more than a few, since
+# each may be a session of the runtime.
+BUCKET_BYTES = 8 << 20
 FIRST_BYTES = 1 << 20
+MOST_BUCKETS = 16
 
 
 class Buckets:
@@ -20,7 +22,7 @@ class Buckets:
 
     Args:
         types: Dtype and shape by name; they lie in this order.
-        most_bytes: Size of a bucket; a larger array has one by itself.
+        most_bytes: Size of a bucket; a larger array has one by itself. None: 8 MiB, or a sixteenth of all.
         first_bytes: Size of the first one.
 
     Attributes:
@@ -32,9 +34,12 @@ class Buckets:
     def __init__(
         self,
         types: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
-        most_bytes: int = BUCKET_BYTES,
+        most_bytes: int | None = None,
         first_bytes: int = FIRST_BYTES,
     ) -> None:
+        if most_bytes is None:
+            total = sum(math.prod(shape) * dtype.itemsize for dtype, shape in types.values())
+            most_bytes = max(BUCKET_BYTES, total // MOST_BUCKETS)
         groups: list[tuple[np.dtype, list[tuple[str, int]], int]] = []
         latest: dict[np.dtype, int] = {}
         for name, (dtype, shape) in types.items():

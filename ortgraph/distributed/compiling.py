@@ -75,4 +75,8 @@ def compile(
     with group.together("capture"):
         graph = capture(module, batch, loss=loss, dynamic=dynamic)
     assert graph is not None
-    return DistributedSession(optimize(graph, group, pipeline, optimizer, **options), group, threads=threads)
+    session = DistributedSession(optimize(graph, group, pipeline, optimizer, **options), group, threads=threads)
+    values = session.graph.values
+    for name in values.keys() & session.parameter_inputs().values():
+        values[name] = session.buffer(name)  # why: nobody else has this graph, so a second copy serves nobody
+    return session

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ortgraph.distributed.buckets import BUCKET_BYTES, Buckets
+from ortgraph.distributed.buckets import Buckets
 from ortgraph.distributed.group import Group
 from ortgraph.distributed.parted_program import PartedProgram
 from ortgraph.distributed.rank_report import RankReport, RankRow
@@ -44,7 +44,7 @@ class DistributedSession(TrainingSession):
         graph: Optimized with ``distributed=True`` and an optimizer, the same in all processes.
         group: From ``ortgraph.distributed.init``.
         threads: Threads of one operator; None: the processors of this machine, shared by the processes on it.
-        bucket_bytes: Gradients are sent in arrays of about this size.
+        bucket_bytes: Gradients are sent in arrays of about this size; None: 8 MiB, or a sixteenth of all gradients.
         overlap: Send each array as soon as its gradients are there, while others are computed. Results are the same.
         options: As for ``TrainingSession``.
 
@@ -58,7 +58,7 @@ class DistributedSession(TrainingSession):
         graph: TrainingGraph,
         group: Group,
         threads: int | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         overlap: bool = True,
         **options: Any,
     ) -> None:
@@ -240,10 +240,24 @@ class DistributedSession(TrainingSession):
         self._loaded = True
 
     def load_hugging_face(self, *args: Any, **options: Any) -> dict[str, Any]:
-        """As of ``TrainingSession``, the same folder in all processes: the next step compares values."""
-        found = super().load_hugging_face(*args, **options)
+        """As of ``TrainingSession``, the same folder in all processes: the next step compares values.
+
+        Each draws random numbers of its own afterwards: from the saved key, if there is one, and its rank.
+        """
+        self._mix_keys(self._memory.persistent)
+        try:
+            found = super().load_hugging_face(*args, **options)
+        finally:
+            self._mix_keys(self._memory.persistent)
         self._loaded = True
         return found
+
+    def save_hugging_face(self, folder: str | os.PathLike[str], *args: Any, **options: Any) -> pathlib.Path:
+        """Written by rank 0, as of ``TrainingSession``; all return when it is there."""
+        with self.group.together("saving a checkpoint"):
+            if self.group.rank == 0:
+                super().save_hugging_face(folder, *args, **options)
+        return pathlib.Path(folder)
 
     def _fingerprint(self) -> str:
         """A hash of what has to be the same in all processes: parameters and states of the optimizer."""

@@ -9,6 +9,7 @@ import pytest
 
 import ortgraph
 from ortgraph.distributed import Group
+from ortgraph.distributed.buckets import MOST_BUCKETS, Buckets
 from ortgraph.distributed.session import DistributedSession
 from ortgraph.errors import InputError
 
@@ -109,6 +110,28 @@ def test_what_differs_is_said(ranks: Any) -> None:
 def test_values_that_differ_after_loading(ranks: Any) -> None:
     for rank in ranks:
         assert "rank 1 differs from rank 0 in its parameters and states" in rank["other values"]
+
+
+def test_buckets_are_few_and_start_small() -> None:
+    """Their number is bounded whatever the size of a module."""
+    kind = np.dtype(np.float32)
+    small = Buckets({f"p{i}": (kind, (1 << 18,)) for i in range(30)})  # 1 MiB each
+    assert [len(n) for n in small.names] == [1, 8, 8, 8, 5]
+    assert sum(small.names, []) == [f"p{i}" for i in range(30)]
+    many = Buckets({f"p{i}": (kind, (1 << 18,)) for i in range(256)})
+    assert len(many.flat) <= MOST_BUCKETS + 1 and many.nbytes == 256 << 20
+
+
+def test_a_compiled_session_has_its_parameters_once(scenario: Any) -> None:
+    adam = ortgraph.optim.AdamW(lr=1e-2)
+    session = ortgraph.distributed.compile(scenario.Net(), scenario.batch(0), adam, Group(), threads=1)
+    session.step(scenario.batch(0))
+    trained = session.trained_graph()
+    for name, value in session.state_dict().items():
+        source = session.parameter_inputs()[name]
+        assert session.graph.values[source] is session.buffer(source)
+        np.testing.assert_array_equal(trained.values[source], value)
+        assert not np.shares_memory(trained.values[source], session.buffer(source))
 
 
 def test_one_process_alone(scenario: Any, tmp_path: Any) -> None:
