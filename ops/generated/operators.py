@@ -41,7 +41,7 @@ def read_region(body: ir.Function) -> Region:
     for output in body.outputs:
         known = results.get(output)
         if known is None:
-            lead, width = reader.space(output)
+            lead, width = ((), 1) if drops_rows_axis(output.producer()) else reader.space(output)
             expr = reader.read(output, lead, width)
             known = Result(expr, False, output.dtype, ROW if width == 1 else width)  # type: ignore[arg-type]
         found.append(known)
@@ -56,11 +56,18 @@ def rows_of(body: ir.Function) -> list[ir.Value]:
     node = output.producer()
     assert node is not None
     summed = is_column_sum(node) or (node.op_type == "LayerNormGrad" and output.index() != 0)
-    found = [node.inputs[0] if summed else output]
+    found = [node.inputs[0] if summed or drops_rows_axis(node) else output]
     for node in body:
         if node.op_type == "Reshape" and dims_of(node.inputs[0])[-1:] == dims_of(node.outputs[0])[-1:]:  # type: ignore[arg-type]
             found += [node.inputs[0], node.outputs[0]]
     return [v for v in found if v is not None]
+
+
+def drops_rows_axis(node: ir.Node | None) -> bool:
+    """Whether a node of a body gives one number per row without a dimension for it: its last one counts rows, too."""
+    if node is None or not node.op_type.startswith("Reduce") or node.inputs[0] is None or is_column_sum(node):
+        return False
+    return len(dims_of(node.outputs[0])) < len(dims_of(node.inputs[0]))
 
 
 def is_column_sum(node: ir.Node) -> bool:

@@ -272,3 +272,17 @@ def test_a_number_per_row_written_along_the_row(fused):
         return [b.op("Expand", total, b.ints(list(x.shape))), total]
 
     fused(body, {"x": (9, 21)}).check()
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("repeated", [(5, 1, 50, 4), (1, 50, 4), (5, 6, 50, 4), (5, 6, 50, 1)])
+@pytest.mark.parametrize("name", ["ReduceSum", "ReduceMax"])
+def test_a_number_per_row_without_a_dimension_for_it(fused, name, repeated, beside):
+    """Its last dimension counts rows, and is none of columns."""
+
+    def body(b, x, y):
+        product = b.op("Mul", b.op("Exp", x), y)
+        found = b.op(name, product, b.ints([-1]), keepdims=0)
+        return [found, product] if beside else [found]
+
+    fused(body, {"x": (5, 6, 50, 4), "y": repeated}).check()

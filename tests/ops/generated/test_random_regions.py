@@ -25,7 +25,7 @@ graphs = st.tuples(
     st.lists(st.sampled_from(SHAPES), min_size=1, max_size=4),
     steps,
     st.sets(st.integers(0, 8), max_size=2),
-    st.sampled_from(("none", "rows", "columns")),
+    st.sampled_from(("none", "rows", "numbers", "columns")),
 )
 
 
@@ -69,6 +69,8 @@ def body_of(picked, wanted, ending):
         outputs = [full[-1], *(full[k] for k in sorted(wanted) if k < len(full) - 1)]
         if ending == "rows":
             outputs.append(b.op("ReduceMax", full[-1], b.ints([3]), keepdims=1))
+        elif ending == "numbers":
+            return [b.op("ReduceSum", full[-1], b.ints([3]), keepdims=0)]
         elif ending == "columns":
             outputs.append(b.op("ReduceSum", full[-1], b.ints([0, 1, 2]), keepdims=0))
         return outputs
