@@ -70,7 +70,7 @@ def body_of(picked, wanted, ending):
         if ending == "rows":
             outputs.append(b.op("ReduceMax", full[-1], b.ints([3]), keepdims=1))
         elif ending == "numbers":
-            return [b.op("ReduceSum", full[-1], b.ints([3]), keepdims=0)]
+            return [b.op("ReduceMax", full[-1], b.ints([3]), keepdims=0)]
         elif ending == "columns":
             outputs.append(b.op("ReduceSum", full[-1], b.ints([0, 1, 2]), keepdims=0))
         return outputs
