@@ -1,7 +1,7 @@
 """Checks of values in forward(): those that only raise, and those for numbers that are not finite, are left out.
 
 ``if labels.max() >= self.classes: raise ValueError(...)`` looks at values, and no graph holds the question. A trace goes
-on as a run does that meets nothing wrong.
+on as a run does that meets nothing wrong; where more than an error or a message is left out, a warning says so.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import functools
 import itertools
 import linecache
 import sys
+import warnings
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -34,6 +35,8 @@ def passed(self: torch.Tensor) -> Any:
 
 
 def _answer(frame: FrameType) -> Any:
+    if sys.version_info < (3, 11):  # code has lines there, no columns
+        return NotImplemented
     positions = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
     if positions is None or positions[0] is None or positions[2] is None:
         return NotImplemented
@@ -45,8 +48,20 @@ def _answer(frame: FrameType) -> Any:
             asked = leaves  # for "not" and "assert", code names the statement
         if asked:
             answers = {_known(leaf, answer, statement) for leaf, answer in asked}
-            return answers.pop() if len(answers) == 1 and None not in answers else NotImplemented
+            if len(answers) != 1 or None in answers:
+                return NotImplemented
+            if not _only_raises(statement):
+                _tell(frame)
+            return answers.pop()
     return NotImplemented
+
+
+def _tell(frame: FrameType) -> None:
+    """Say that something else than an error is left out."""
+    warnings.warn(
+        f"{frame.f_code.co_filename}:{frame.f_lineno} asks for numbers that are not finite: the graph goes on as for finite ones",
+        stacklevel=2,
+    )
 
 
 def _known(leaf: ast.expr, answer: bool, statement: ast.If | ast.Assert) -> bool | None:

@@ -75,3 +75,13 @@ def test_checks_are_left_out(check, check_capture):
 def test_other_questions_are_refused_with_their_line(check):
     with pytest.raises(OrtgraphError, match=r"test_value_checks\.py:\d+"):
         ortgraph.capture(Checked(check), BATCH)
+
+
+@pytest.mark.parametrize(("check", "told"), [(raises, False), (finite, True)])
+def test_more_than_an_error_is_left_out_with_a_warning(check, told):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        ortgraph.capture(Checked(check), BATCH)
+    lines = {str(w.message) for w in found if "not finite" in str(w.message)}
+    assert len(lines) == (3 if told else 0)
+    assert all("test_value_checks.py:" in line for line in lines)
