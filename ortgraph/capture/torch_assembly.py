@@ -14,6 +14,7 @@ import onnx_ir as ir
 import sympy
 import torch
 
+from ortgraph.analysis.size_conditions import METADATA_KEY
 from ortgraph.capture.torch_batch import Batch
 from ortgraph.capture.torch_constants import steps_of_constants
 from ortgraph.capture.torch_dims import named_dim
@@ -262,6 +263,7 @@ class Assembly:
             metadata={
                 "capture": f"torch {torch.__version__}",
                 "limits": json.dumps(self._limits()),
+                METADATA_KEY: json.dumps(self._conditions()),
                 "unreached": "\n".join(unused),
                 **self._renamed(),
                 **self._index_notes(),
@@ -304,6 +306,15 @@ class Assembly:
             if limit is not None:
                 found[str(name)] = min(limit, found.get(str(name), limit))
         return found
+
+    def _conditions(self) -> list[tuple[str, str]]:
+        """What sizes have to fulfil, and the line of the module that asked; each condition once."""
+        names = self._symbols()
+        found: dict[str, str] = {}
+        for asked in self.trace.asked:
+            if asked.condition.free_symbols <= set(names):
+                found.setdefault(asked.text(names), asked.place)
+        return [(text, place) for text, place in found.items() if text != "True"]
 
     def _value(self, node: torch.fx.Node | None) -> ir.Value:
         assert node is not None

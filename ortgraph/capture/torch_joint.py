@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 
 from ortgraph.capture.torch_lost import refuse_full_dropout, refuse_parameter_hooks, watch_lost
+from ortgraph.capture.torch_sizes import Asked, watch_sizes
 from ortgraph.capture.torch_source import running_module, user_frame, user_path
 from ortgraph.errors import CaptureError, OrtgraphError, UnsupportedError
 
@@ -61,6 +62,7 @@ class JointTrace:
         outputs: Results in order.
         constants: Tensors that tracing lifted out of the code, by the ``target`` of their buffer slot.
         limits: Largest size that the module takes, by symbol, where there is one.
+        asked: What its code asked about sizes, as it was answered.
     """
 
     graph_module: GraphModule
@@ -68,6 +70,7 @@ class JointTrace:
     outputs: tuple[Slot, ...]
     constants: Mapping[str, torch.Tensor]
     limits: Mapping[str, int]
+    asked: Sequence[Asked]
 
 
 def trace_joint(
@@ -94,7 +97,7 @@ def trace_joint(
     _refuse_sparse({**dict(module.named_parameters()), **dict(module.named_buffers())}, zip(names, args, strict=True))
     dims = tuple({d: torch.export.Dim.DYNAMIC for d in sorted(axes)} or None for axes in dynamic)
     try:
-        with _tracing(), watch_lost(module) as lost:
+        with _tracing(), watch_sizes() as asked, watch_lost(module) as lost:
             program = torch.export.export(module, args, strict=False, dynamic_shapes=(dims,) if any(dims) else None)
     except UnsupportedError as error:  # of a substitute
         path, place = _running(error, module)
@@ -115,7 +118,11 @@ def trace_joint(
         limits = program.range_constraints
         source = module if lost else exported
     try:
-        with _tracing(), contextlib.ExitStack() as stack:  # a fake mode is active inside: touch no real tensor here
+        with (
+            _tracing(),
+            watch_sizes() as later,
+            contextlib.ExitStack() as stack,
+        ):  # a fake mode is active inside: touch no real tensor here
             fakes = _static_fakes(args) if program is None else _fake_inputs(program)
             graph_module = _aot_joint(stack, source, fakes, decompositions)
     except Exception as error:  # noqa: BLE001 - as above
@@ -136,6 +143,7 @@ def trace_joint(
         tuple(_output_slot(role, node, names) for role, node in zip(roles, results, strict=True)),
         constants,
         {symbol: int(upper) for symbol, upper in uppers.items() if getattr(upper, "is_Integer", False)},
+        (*asked, *later),
     )
 
 

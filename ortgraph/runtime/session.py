@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ortgraph.analysis.size_conditions import check_sizes, size_conditions
 from ortgraph.errors import BatchError, InputError, NonFiniteLossError, SignatureError
 from ortgraph.graph import TrainingGraph
 from ortgraph.graph.index_note import from_metadata
@@ -106,7 +107,7 @@ class TrainingSession(SessionState):
         self._rows = ChosenRows(graph)
         self._max_shapes, self._on_plan = max_shapes, on_plan
         self._made: set[tuple[str, tuple]] = set()
-        self._limits = size_limits(graph)
+        self._limits, self._conditions = size_limits(graph), size_conditions(graph)
         self._buckets = Buckets(graph, buckets or {}, padding or {}) if buckets or padding else None
         self._check_padding = check_padding
         self._harmless: dict[bool, frozenset[str]] = {False: frozenset(), True: frozenset()}  # by: outputs are read
@@ -297,6 +298,7 @@ class TrainingSession(SessionState):
         self._sizes = dims
         if self._buckets is not None:
             arrays, dims = self._pad(self._buckets, arrays, dims, kind in ("evaluate", "results"))
+        check_sizes(self._conditions, dims)
         program = self._program(kind, self._key(kind, arrays, dims))
         for note in self._index_notes:
             if note.input in program.inputs:

@@ -6,6 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 from ortgraph.analysis.bind_shapes import bind_shapes
+from ortgraph.analysis.size_conditions import check_sizes, size_conditions
 from ortgraph.errors import InputError
 from ortgraph.graph import TrainingGraph
 from ortgraph.manager.base import Changes, GraphPass
@@ -17,7 +18,7 @@ class BindShapes(GraphPass):
 
     Attributes:
         sizes: ``name:size`` entries, ``bind-shapes{sizes=batch:8|sequence:128}``. A name that no graph input has is
-            an InputError.
+            an InputError; sizes at which the captured module computes something else are a BatchError.
     """
 
     name: ClassVar[str] = "bind-shapes"
@@ -33,6 +34,7 @@ class BindShapes(GraphPass):
             raise InputError(
                 f"no input has a dimension called {unknown[0]!r}", f"dimensions: {', '.join(sorted(named))}"
             )
+        check_sizes(size_conditions(graph) if graph.has_signature else (), sizes)
         changes.counts["values"] = bind_shapes(graph, sizes) if named else 0
         return changes
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ortgraph
-from ortgraph.errors import CaptureError
+from ortgraph.errors import BatchError, CaptureError
 
 transformers = pytest.importorskip("transformers")
 _spec = importlib.util.spec_from_file_location("capture_models", pathlib.Path(__file__).with_name("test_models.py"))
@@ -173,3 +173,50 @@ def test_size_that_the_code_fixes_is_refused():
 
     with pytest.raises(CaptureError, match="dimension 0 of 'x'"):
         ortgraph.capture(Fixed(), torch.ones(4, 3), dynamic={"x": {0: "rows"}})
+
+
+class Sized(nn.Module):
+    """Code that looks at sizes: the trace takes one side."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.layer = kind, nn.Linear(4, 4)
+
+    def forward(self, x):
+        h, length = self.layer(x), x.shape[1]
+        if self.kind == "branch":
+            h = h * 2 if length > 4 else h
+        elif self.kind == "one":
+            h = h * 7 if length == 1 else h
+        elif self.kind == "both":
+            h = h + 1 if x.shape[0] * length <= 10 else h
+        elif self.kind == "parts":
+            h = sum(part.sum() * i for i, part in enumerate(h.split(3, 1)))
+        elif self.kind == "last":
+            h = h[:, -3:]
+        return h.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "right", "wrong", "words"),
+    [
+        ("branch", (1, 5), (3, 4), "length > 4, which length=4 is not.*test_dynamic.py:"),
+        ("one", (1, 2), (3, 1), "length != 1, which length=1 is not"),
+        ("both", (2, 6), (2, 5), "batch . length > 10, which batch=2, length=5 is not"),
+        ("parts", (2, 4), (2, 7), "== 2, which length=7 is not"),
+        ("last", (2, 3), (2, 2), "which length=2 is not"),
+    ],
+)
+def test_sizes_at_which_the_code_goes_another_way_are_refused(kind, right, wrong, words, tmp_path):
+    torch.manual_seed(0)
+    module = Sized(kind)
+    graph = ortgraph.capture(module, {"x": torch.randn(3, 6, 4)}, dynamic={"x": {0: "batch", 1: "length"}})
+    graph = ortgraph.load(graph.save(tmp_path / "train.onnx"))
+    session = ortgraph.TrainingSession(graph)
+    fits, other = ({"x": torch.randn(*shape, 4)} for shape in (right, wrong))
+    assert session.loss(fits) == pytest.approx(module(**fits).item(), rel=1e-5)
+    for run in (session.loss, session.gradients, session.evaluate):
+        with pytest.raises(BatchError, match=words):
+            run(other)
+    with pytest.raises(BatchError, match=words):
+        ortgraph.optimize(graph, "O0", shapes={"batch": wrong[0], "length": wrong[1]})
