@@ -24,7 +24,7 @@ STANDARD = frozenset(
 )
 # fmt: on
 CONTRIB = frozenset({"BatchNormInternal"})
-ZERO_GRADIENT = frozenset({"ArgMax", "ArgMin", "Ceil", "Floor", "Hardmax", "Round", "Sign"})
+ZERO_GRADIENT = frozenset({"ArgMax", "ArgMin", "Ceil", "Floor", "Hardmax", "RandomUniformLike", "Round", "Sign"})
 _DECOMPOSED_STOPS = frozenset({"Clip"})  # their decomposition differentiates by these inputs too
 
 

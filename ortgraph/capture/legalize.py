@@ -23,6 +23,7 @@ from ortgraph.capture.data_path import (
 )
 from ortgraph.capture.legalize_control import CONTROL_FLOW, inline_constant_ifs, inline_functions, refuse_control_flow
 from ortgraph.capture.legalize_decompose import decompose
+from ortgraph.capture.legalize_draws import uniform_draws
 from ortgraph.capture.legalize_embedding import finish_embeddings
 from ortgraph.capture.legalize_fused import expand_fused
 from ortgraph.capture.legalize_outputs import refuse_read_statistics, slice_partial_splits
@@ -99,13 +100,14 @@ def legalize(model: ir.Model, loss: ir.Value, roles: Roles, names: Names, train_
     graph = model.graph
     position = list(graph.outputs).index(loss)
     drawing = legalize_saved.training_dropouts(graph, names)
+    uniform = uniform_draws(graph, names)
     if train_batch_norm:
         updates, finish_norms = legalize_batch_norm.train_statistics(graph, names)
     else:
         legalize_batch_norm.freeze_statistics(graph, names)
         updates, finish_norms = {}, lambda joint: None
     loss = graph.outputs[position]
-    states, finish_dropouts = legalize_saved.finish_dropouts(graph, drawing, names)
+    states, finish_dropouts = legalize_saved.finish_dropouts(graph, drawing, uniform, names)
     path = data_path(graph, loss, roles.trainable)
     refuse_control_flow(path)
     refuse_lost_gradients(graph, loss, roles.trainable)

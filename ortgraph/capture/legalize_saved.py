@@ -189,10 +189,10 @@ def _remove_identity(node: ir.Node, names: Names) -> None:
 
 
 def finish_dropouts(
-    graph: ir.Graph, drawing: list[ir.Node], names: Names
+    graph: ir.Graph, drawing: list[ir.Node], uniform: list[ir.Node], names: Names
 ) -> tuple[list[State], Callable[[Joint], None]]:
-    """States of the random generator, and the step that makes composites of Dropout and its gradient."""
-    if not drawing:
+    """States of the random generator, and the step that makes composites of Dropout, its gradient and uniform draws."""
+    if not drawing and not uniform:
         return [], lambda joint: None
     key, step, following = names.fresh("random_key"), names.fresh("random_step"), names.fresh("random_step.next")
     states = [
@@ -211,6 +211,10 @@ def finish_dropouts(
         for number, node in enumerate(drawing):
             ratio = float(_constant_input(node, 1, 0.5))
             replace_in_place(node, "Dropout", [node.inputs[0], *scalars], {"ratio": ratio, "node": number})
+        for number, node in enumerate(uniform, len(drawing)):
+            shape = static_shape(node.outputs[0])
+            fixed = {} if shape is None else {"shape": list(shape)}
+            replace_in_place(node, "RandomUniform", scalars, {"node": number, **fixed})
         build = Builder(graph, BY, names=names)
         advanced = build.op("Add", scalars[1], build.const(1, np.int64))
         advanced.name = following
