@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from ortgraph.capture.legalize_control import constant_value
 from ortgraph.capture.legalize_layout import LAYOUT, optional, rank, refuse
+from ortgraph.capture.legalize_losses import LOSSES
 from ortgraph.capture.legalize_norms import NORMS
 from ortgraph.capture.legalize_pools import POOLS, padded_positions
 from ortgraph.capture.legalize_recurrent import unroll
@@ -263,36 +264,6 @@ def _global_max_pool(b: Builder, node: ir.Node) -> list[ir.Value]:
     return [b.op("Div", b.op("ReduceSum", b.op("Where", chosen, x, b.scalar(0.0, x)), where, keepdims=1), ties)]
 
 
-def _nll_loss(b: Builder, node: ir.Node) -> list[ir.Value]:
-    return [_negative_log_likelihood(b, node, node.inputs[0])]
-
-
-def _negative_log_likelihood(b: Builder, node: ir.Node, x: ir.Value | None) -> ir.Value:
-    """-sum w[t] X[t] / sum w[t], targets equal to ignore_index left out. ``node`` has targets, weights, attributes."""
-    target, weight = node.inputs[1], optional(node, 2)
-    assert x is not None and target is not None
-    reduction = node.attributes.get_string("reduction", "mean")
-    ignore = node.attributes.get_int("ignore_index", None)
-    used, counted = target, None
-    if ignore is not None:
-        ignored = b.op("Equal", target, b.scalar(ignore, target))
-        used = b.op("Where", ignored, b.scalar(0, target), target)
-        counted = b.op("Cast", b.op("Not", ignored), to=x.dtype)
-    if weight is not None:
-        per_row = b.op("Gather", weight, used, axis=0)
-        counted = per_row if counted is None else b.op("Mul", counted, per_row)
-    picked = b.op("GatherElements", x, b.op("Unsqueeze", used, b.ints([1])), axis=1)
-    loss = b.op("Neg", b.op("Squeeze", picked, b.ints([1])))
-    if counted is not None:
-        loss = b.op("Mul", loss, counted)
-    if reduction == "none":
-        return loss
-    if reduction == "mean" and counted is None:
-        return b.op("ReduceMean", loss, keepdims=0)
-    total = b.op("ReduceSum", loss, keepdims=0)
-    return total if reduction == "sum" else b.op("Div", total, b.op("ReduceSum", counted, keepdims=0))
-
-
 def _cumulative_sum(b: Builder, node: ir.Node) -> list[ir.Value]:
     """A product with a triangle of ones along the axis, whose length must be known."""
     x, axis_value = node.inputs
@@ -367,14 +338,6 @@ def _pad(b: Builder, node: ir.Node) -> list[ir.Value] | None:
     return [b.op("Identity", x) if x is node.inputs[0] else x]
 
 
-def _cross_entropy(b: Builder, node: ir.Node) -> list[ir.Value] | None:
-    """Log-probabilities that something reads: the builder would drop the gradient that comes from there."""
-    if len(node.outputs) < 2 or not node.outputs[1].uses():
-        return None
-    log_prob = b.op("LogSoftmax", node.inputs[0], axis=1)
-    return [_negative_log_likelihood(b, node, log_prob), log_prob]
-
-
 RULES: dict[str, Decomposition] = {
     "CastLike": _cast_like,
     "Clip": _clip,
@@ -386,7 +349,6 @@ RULES: dict[str, Decomposition] = {
     "Max": _extreme,
     "Mean": _mean,
     "Min": _extreme,
-    "NegativeLogLikelihoodLoss": _nll_loss,
     "PRelu": _prelu,
     "Pad": _pad,
     "Pow": _pow,
@@ -400,10 +362,10 @@ RULES: dict[str, Decomposition] = {
     "ReduceProd": _reduce_prod,
     "ReduceSumSquare": _reduce_of("square", ""),
     "Slice": _slice,
-    "SoftmaxCrossEntropyLoss": _cross_entropy,
     "Sum": _sum,
     "Where": _where,
     **LAYOUT,
+    **LOSSES,
     **NORMS,
     **POOLS,
 }

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ortgraph.errors import RuntimeSetupError
+from ortgraph.errors import InputError, RuntimeSetupError
+from ortgraph.graph import TrainingGraph
 from ortgraph.ops.providers import CPU
+from ortgraph.ops.spec import GENERATED, KERNELS
 from ortgraph.ops.targets import TRAINING, Target, target_of
 
 if TYPE_CHECKING:
@@ -155,3 +157,15 @@ Buffer = np.ndarray | DeviceArray
 def address_of(buffer: Buffer) -> int:
     """Where the buffer begins, on its device."""
     return buffer.address if isinstance(buffer, DeviceArray) else buffer.ctypes.data
+
+
+def check_for_device(graph: TrainingGraph, target: str, poison: bool) -> None:
+    """Raise InputError where a graph or an option is for the processor only."""
+    if poison:
+        raise InputError(f"poison=True checks memory of the host, not of {target}", "a target of the CPU")
+    lowered = graph.stage in ("lowered", "planned")
+    if lowered and any(node.domain in (KERNELS, GENERATED) for node in graph.graph):
+        raise InputError(
+            f"the graph was lowered to kernels of the processor; {target} does not run them",
+            f"ortgraph.optimize(..., target={target!r})",
+        )

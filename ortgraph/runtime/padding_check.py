@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -18,10 +20,41 @@ from ortgraph.runtime.buckets import Buckets
 from ortgraph.runtime.prepare import CLEAN, FOLD, lift_constants, run_passes
 from ortgraph.runtime.program import Program
 
+logger = logging.getLogger(__name__)
 ROWS = 4  # a share of the padding that is large beside rounding; few rows are cheap, too
 _TOLERANCE, _LOW_PRECISION = 1e-4, 3e-2  # of a norm; one row in five is 2e-1
 _SMALL = 1e-5  # of the median norm: gradients that are zero in exact arithmetic
 _BY = "padding check"
+
+
+class PaddingCheck:
+    """Compares once for each dimension that is padded, and once more when outputs are read.
+
+    Args:
+        graph: The session's, at any stage; not changed.
+        memory: Whose parameters are used; nothing is committed.
+        target: As of the session.
+    """
+
+    def __init__(self, graph: TrainingGraph, memory: Memory, target: str) -> None:
+        self._graph, self._memory, self._target = graph, memory, target
+        self._harmless: dict[bool, frozenset[str]] = {False: frozenset(), True: frozenset()}  # by: outputs are read
+
+    def check(self, buckets: Buckets, arrays: Mapping[str, np.ndarray], dims: Mapping[str, int], outputs: bool) -> None:
+        """Raise BatchError where padding this batch changes the loss, a gradient, a buffer or an output that is read."""
+        sizes = buckets.sizes(dims)
+        padded = frozenset(n for n in sizes if sizes[n] != dims[n])
+        if not padded - self._harmless[outputs]:
+            return
+        start = time.perf_counter()
+        if not check_padding(self._graph, buckets, arrays, dims, padded, self._memory, self._target, outputs):
+            return
+        self._harmless[outputs] |= padded
+        self._harmless[False] |= padded
+        logger.info(
+            "padding of %s changes neither loss nor gradients%s (compared in %.2f s)",
+            ", ".join(sorted(padded)), " nor outputs" if outputs else "", time.perf_counter() - start,
+        )  # fmt: skip
 
 
 def check_padding(

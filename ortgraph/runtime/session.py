@@ -19,16 +19,15 @@ from ortgraph.errors import BatchError, InputError, NonFiniteLossError, Signatur
 from ortgraph.graph import TrainingGraph
 from ortgraph.graph.index_note import from_metadata
 from ortgraph.graph.verify import verify
-from ortgraph.ops.spec import GENERATED, KERNELS
 from ortgraph.ops.targets import target_of
 from ortgraph.runtime import inference_export, labelled_rows, padded_rows, selection
 from ortgraph.runtime.batch import Batch, bind_dims, check_bound, check_dtype, check_limits, named
 from ortgraph.runtime.buckets import Buckets, Sizes, size_limits
 from ortgraph.runtime.chosen_rows import Buffers, ChosenRows
 from ortgraph.runtime.detect import detect_runtime
-from ortgraph.runtime.device import device_of
+from ortgraph.runtime.device import check_for_device, device_of
 from ortgraph.runtime.index_range import check_indices
-from ortgraph.runtime.padding_check import check_padding
+from ortgraph.runtime.padding_check import PaddingCheck
 from ortgraph.runtime.planned import Planned
 from ortgraph.runtime.prepare import prepare
 from ortgraph.runtime.profile import NodeTime, read_profile
@@ -91,7 +90,7 @@ class TrainingSession(SessionState):
         self.target = target_of(target or detect_runtime().target).text
         device = device_of(self.target)
         if not device.on_host:
-            _check_for_device(graph, self.target, poison)
+            check_for_device(graph, self.target, poison)
         super().__init__(graph, device)
         try:
             self._given_names: dict[str, str] = dict(json.loads(self.signature.metadata.get(RENAMED, "{}")))
@@ -109,8 +108,7 @@ class TrainingSession(SessionState):
         self._made: set[tuple[str, tuple]] = set()
         self._limits, self._conditions = size_limits(graph), size_conditions(graph)
         self._buckets = Buckets(graph, buckets or {}, padding or {}) if buckets or padding else None
-        self._check_padding = check_padding
-        self._harmless: dict[bool, frozenset[str]] = {False: frozenset(), True: frozenset()}  # by: outputs are read
+        self._padding = PaddingCheck(graph, self._memory, self.target) if check_padding else None
         self._outputs = {v.name: v for v in graph.graph.outputs}
         self._sizes: dict[str, int] = {}
 
@@ -297,7 +295,10 @@ class TrainingSession(SessionState):
         check_limits(dims, self._limits)
         self._sizes = dims
         if self._buckets is not None:
-            arrays, dims = self._pad(self._buckets, arrays, dims, kind in ("evaluate", "results"))
+            if self._padding is not None:
+                self._padding.check(self._buckets, arrays, dims, outputs=kind in ("evaluate", "results"))
+            dims = self._buckets.sizes(dims)
+            arrays = self._buckets.pad(arrays, dims)
         check_sizes(self._conditions, dims)
         program = self._program(kind, self._key(kind, arrays, dims))
         for note in self._index_notes:
@@ -311,23 +312,6 @@ class TrainingSession(SessionState):
                 buffer[...] = array
         self._feed_tangents(program, tangents or {})
         return program
-
-    def _pad(
-        self, buckets: Buckets, arrays: dict[str, np.ndarray], dims: dict[str, int], outputs: bool
-    ) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-        """The batch in its buckets, and their sizes."""
-        sizes = buckets.sizes(dims)
-        padded = frozenset(n for n in sizes if sizes[n] != dims[n])
-        if self._check_padding and padded - self._harmless[outputs]:
-            start = time.perf_counter()
-            if check_padding(self.graph, buckets, arrays, dims, padded, self._memory, self.target, outputs):
-                self._harmless[outputs] |= padded
-                self._harmless[False] |= padded
-                logger.info(
-                    "padding of %s changes neither loss nor gradients%s (compared in %.2f s)",
-                    ", ".join(sorted(padded)), " nor outputs" if outputs else "", time.perf_counter() - start,
-                )  # fmt: skip
-        return buckets.pad(arrays, sizes), sizes
 
     def _own(self, program: Program, name: str) -> np.ndarray:
         """A copy of a result, without what belongs to padding."""
@@ -413,15 +397,3 @@ class TrainingSession(SessionState):
 def _shape(key: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
     """The sizes of dimensions in a program's key."""
     return tuple(part for part in key if part[0] not in (labelled_rows.KEY, padded_rows.KEY))
-
-
-def _check_for_device(graph: TrainingGraph, target: str, poison: bool) -> None:
-    """Raise InputError where a graph or an option is for the processor only."""
-    if poison:
-        raise InputError(f"poison=True checks memory of the host, not of {target}", "a target of the CPU")
-    lowered = graph.stage in ("lowered", "planned")
-    if lowered and any(node.domain in (KERNELS, GENERATED) for node in graph.graph):
-        raise InputError(
-            f"the graph was lowered to kernels of the processor; {target} does not run them",
-            f"ortgraph.optimize(..., target={target!r})",
-        )
