@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 
 # Read when PyTorch is loaded. Two test processes share the processors: threads that wait must not take the others' time.
@@ -13,6 +14,18 @@ import pytest
 
 from ortgraph.graph import Parameter, Signature, TrainingGraph
 from ortgraph.ops.builder import Builder
+
+_FRESH: dict[str, np.random.Generator] = {}  # generators of test modules, as they were before their first test
+
+
+@pytest.fixture(autouse=True)
+def own_random_numbers(request, monkeypatch):
+    """A test has the same numbers whichever tests ran before it in its process: no failure that cannot be had again."""
+    for name in ("RNG", "rng"):
+        generator = getattr(request.module, name, None)
+        if isinstance(generator, np.random.Generator):
+            fresh = _FRESH.setdefault(request.module.__name__, copy.deepcopy(generator))
+            monkeypatch.setattr(request.module, name, copy.deepcopy(fresh))
 
 
 def make_linear_graph() -> TrainingGraph:
